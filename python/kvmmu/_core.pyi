@@ -1,0 +1,387 @@
+"""The compiled core of kvmmu. Shapes in brackets; ``B`` rows of a batch, ``W`` blocks a row,
+``T`` tokens of a batch, ``m`` moves, ``c`` copies. Block ids are physical, 0 .. num_blocks - 1;
+``slot = block * block_size + offset`` (64-bit).
+
+Errors are those of :mod:`kvmmu.errors`; each is raised before anything has changed.
+"""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+__version__: str
+build: str
+"""Profile and target that the extension was built for."""
+
+@final
+class MMU:
+    """Decides which sequence holds which block, and what moves where. Holds no tensor.
+
+    Any method may be called from any thread. A sequence has one writer at a time: a second one
+    gets ``ConcurrentUse``. A core panic raises ``InternalError``, after which every call does.
+
+    Args:
+        num_blocks: usable blocks, 1 .. 2**31 - 2. The null block is one more (see ``null_block``).
+        block_size: tokens a block, 1 .. 4096.
+        max_sequences: sequences open at once, 1 .. 262144.
+        max_blocks_per_sequence: longest sequence in blocks, 1 .. 262144 and at most
+            ``num_blocks``; default: the smaller of the two.
+        prefix_caching: keep the blocks of closed sequences for later prompts.
+        placement: ``"address"`` (lowest address first) or ``"scatter"`` (pseudo-random, from
+            ``seed``: the worst case, for tests).
+        budget_blocks: most blocks that one compaction pass moves, >= 1.
+        compaction_start, compaction_stop: fragmentation ratio over available blocks above which
+            ``plan_compaction`` starts and below which it stops again; 0 <= stop <= start <= 1.
+        seed: for ``placement="scatter"``.
+
+    Raises:
+        InvalidConfig: names the argument, what was given and what is allowed.
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        max_sequences: int = 1024,
+        max_blocks_per_sequence: int | None = None,
+        prefix_caching: bool = True,
+        placement: str = "address",
+        budget_blocks: int = 32,
+        compaction_start: float = 0.35,
+        compaction_stop: float = 0.30,
+        seed: int = 0,
+    ) -> MMU: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def null_block(self) -> int:
+        """The block that padding points at: ``num_blocks``. Storage needs ``num_blocks + 1`` blocks."""
+    @property
+    def max_sequences(self) -> int: ...
+    @property
+    def max_blocks_per_sequence(self) -> int: ...
+
+    # -- sequences -------------------------------------------------------------------------
+    def open(
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        salt: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> int:
+        """Opens a sequence for a prompt and claims all of its blocks (all or nothing).
+
+        The longest cached prefix of full blocks is matched first; at least the last token is
+        always left to compute.
+
+        Args:
+            tokens: int32 [n], C-contiguous, may be empty.
+            salt: keeps tenants or adapters apart: equal tokens under different salts never match.
+            extra_keys: block index -> bytes that the tokens of that block do not say (the hash of
+                an image behind placeholder tokens, for instance).
+
+        Returns:
+            the id of the sequence (int64; never reused while this MMU lives).
+
+        Raises:
+            OutOfBlocks, OutOfTables, LimitExceeded (longer than max_blocks_per_sequence),
+            InvalidConfig (dtype, shape, key).
+        """
+    def append(self, sequence: int, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Extends a sequence by known tokens and makes the places that they go to writable.
+
+        Returns:
+            int32 [c, 2], (source, destination): copy-on-write copies that must be carried out
+            before the step that writes.
+        """
+    def fork(self, sequence: int) -> int:
+        """A new sequence that shares every block. Positions that a step in flight has not yet
+        written are left for the child to schedule itself. Copies nothing."""
+    def truncate(self, sequence: int, num_tokens: int) -> None:
+        """Shortens a sequence and releases the blocks behind it. Longer than it is: InvalidConfig."""
+    def close(self, sequence: int) -> None:
+        """Ends a sequence. Published blocks stay cached, the rest becomes empty, or fenced until
+        the newest step begun so far has ended."""
+    def info(self, sequence: int) -> SequenceInfo: ...
+    def block_table(self, sequence: int) -> npt.NDArray[np.int32]:
+        """int32 [ceil(num_tokens / block_size)]: the physical blocks, in order."""
+    def translate(self, sequence: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Token positions int64 [k] to slots int64 [k]."""
+    def sequences(self) -> npt.NDArray[np.int64]:
+        """Ids of all open sequences, int64 [k]."""
+    def match(
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        salt: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> int:
+        """Tokens of this prompt that ``open`` would find cached. Changes nothing."""
+    def quote(
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        salt: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> Quote:
+        """Says whether ``open`` would succeed, without raising and without changing anything."""
+
+    # -- steps -----------------------------------------------------------------------------
+    def begin_step(self) -> int:
+        """Begins a step and returns its number. Any number may be in flight."""
+    def prepare(
+        self,
+        step: int,
+        sequences: npt.NDArray[np.int64],
+        tables: BlockTables,
+        *,
+        query_lens: npt.NDArray[np.int32] | None = None,
+        new_tokens: npt.NDArray[np.int32] | None = None,
+    ) -> npt.NDArray[np.int32]:
+        """Schedules the next tokens of each sequence in a step and writes ``tables``.
+
+        Row ``i`` schedules ``query_lens[i]`` tokens (default 1 each) of ``sequences[i]`` from the
+        first that no step has scheduled. Tokens past the end of the sequence are appended: their
+        values are taken from ``new_tokens``, in row order; its length must be exactly what all
+        rows lack. ``None``: the values are not known; blocks that hold them are never published.
+        All or nothing over the whole batch; a step can be prepared several times.
+
+        Args:
+            sequences: int64 [B], each at most once.
+            query_lens: int32 [B], each >= 0.
+            new_tokens: int32 [k] or None.
+
+        Returns:
+            int32 [c, 2] copy-on-write copies (source, destination) to run before the step.
+
+        Raises:
+            OutOfBlocks, UnknownSequence, ConcurrentUse, LimitExceeded (a row, the rows or the
+            slot mapping would not fit), InvalidStep, InvalidConfig.
+        """
+    def written(self, step: int) -> None:
+        """All that the step scheduled has been written: publishes the blocks that are now full."""
+    def cancel(self, step: int) -> None:
+        """Takes back what the step scheduled: lengths as before ``prepare`` (tokens appended by it
+        are dropped), nothing published. Steps that overlap in a sequence are cancelled newest first."""
+    def end_step(self, step: int) -> None:
+        """The step has finished on the device. Must have been ``written`` or ``cancel``-led if it
+        scheduled anything. Empties blocks that were fenced for it."""
+    def steps_in_flight(self) -> int: ...
+
+    # -- tables ----------------------------------------------------------------------------
+    def register_tables(
+        self,
+        block_table: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int64],
+        query_start_loc: npt.NDArray[np.int32],
+    ) -> BlockTables:
+        """Registers output buffers, whose addresses stay as they are from now on.
+
+        Args:
+            block_table: int32 [B, W], C-contiguous, writable.
+            seq_lens: int32 [B].
+            slot_mapping: int64 [T].
+            query_start_loc: int32 [B + 1].
+        """
+    def export(self, sequences: npt.NDArray[np.int64], tables: BlockTables) -> None:
+        """Refreshes rows and lengths (no slots) for these sequences without scheduling anything,
+        for instance after a commit."""
+
+    # -- blocks ----------------------------------------------------------------------------
+    def pin(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Takes one reference on each block, which must be in use or cached: it stays where it is
+        and what it is until ``unpin``."""
+    def unpin(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Gives the references of ``pin`` back. InvalidBlock when there is none."""
+    def evict(self, num_blocks: int) -> int:
+        """Drops up to so many cached blocks, least recently used first; returns how many."""
+    def references(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """References (mappings + pins + moves) of each block, int64 [k]."""
+    def states(self) -> dict[str, int]:
+        """Blocks by state: ``empty, destined, in_use, cached, fenced, offline`` (sums to num_blocks),
+        and ``available`` (empty + evictable cached)."""
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, among them: ``opened, closed, forked, appended_tokens,
+        prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
+        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks``."""
+    def measure(self) -> Measure: ...
+
+    # -- compaction ------------------------------------------------------------------------
+    def plan_free_run(self, num_blocks: int, *, max_blocks: int | None = None) -> Plan:
+        """A plan towards one run of so many available blocks, by the fewest moves.
+        OutOfBlocks when fewer are available; ``plan.complete`` says whether it gets there within
+        ``max_blocks`` moves (None: no limit)."""
+    def plan_below(self, ratio: float, *, max_blocks: int | None = None) -> Plan:
+        """A plan towards a fragmentation ratio (over available blocks) below ``ratio``."""
+    def plan_compaction(self) -> Plan | None:
+        """The default trigger with hysteresis: a plan of at most ``budget_blocks`` moves when the
+        ratio has passed ``compaction_start`` and not yet fallen below ``compaction_stop``, else None."""
+    def begin(self, plan: Plan) -> Moves:
+        """Destines blocks and takes a reference on sources. Moves whose source or destination is
+        no longer what the plan saw are left out; the plan itself stays valid for the rest."""
+    def commit(self, moves: Moves) -> int:
+        """The copies are done: every mapping, the prefix index and the moves' references are
+        repointed. Returns how many blocks moved; a source freed or written meanwhile drops out."""
+    def abort(self, moves: Moves) -> None:
+        """Gives the destinations back. Every sequence keeps its blocks."""
+
+    # -- checks ----------------------------------------------------------------------------
+    def validate(self, tables: BlockTables | None = None) -> None:
+        """Recounts everything and raises InternalError with the first broken invariant
+        (design: states, references, free structures, prefix index, exported rows, counters)."""
+    def _panic_for_test(self) -> None: ...
+
+@final
+class BlockTables:
+    """Registered output buffers. The arrays are the caller's; they are kept alive here.
+
+    Unused rows and columns of ``block_table`` hold the null block; unused entries of
+    ``slot_mapping`` point into the null block; unused ``seq_lens`` are 0; ``query_start_loc``
+    repeats its last value.
+    """
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def seq_lens(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def query_start_loc(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def num_rows(self) -> int:
+        """Rows of the last ``prepare`` or ``export``."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the last ``prepare``."""
+
+@final
+class SequenceInfo:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have a place (a claimed block)."""
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens found in the prefix index when the sequence was opened."""
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens handed to a step (or cached)."""
+    @property
+    def num_written(self) -> int:
+        """Tokens whose KV is known to be written."""
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_runs(self) -> int:
+        """Maximal groups of consecutive physical blocks in the block table."""
+
+@final
+class Quote:
+    @property
+    def when(self) -> str:
+        """``"now"``; ``"moves"`` (after ``moves`` moves); ``"frees"`` (when others have released
+        enough); ``"never"`` (larger than the pool or a limit)."""
+    @property
+    def moves(self) -> int: ...
+    @property
+    def needed(self) -> int:
+        """Blocks to claim beside the cached ones."""
+    @property
+    def available(self) -> int:
+        """Blocks that are empty or could be evicted for it (matched ones not counted)."""
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+@final
+class Measure:
+    @property
+    def ratio_empty(self) -> float:
+        """1 - largest run / count, over empty blocks; 0 when there are none."""
+    @property
+    def ratio_available(self) -> float: ...
+    @property
+    def empty(self) -> int: ...
+    @property
+    def available(self) -> int: ...
+    @property
+    def largest_run_empty(self) -> int: ...
+    @property
+    def largest_run_available(self) -> int: ...
+    @property
+    def free_windows(self) -> int:
+        """Aligned windows of 512 blocks that are wholly available."""
+    @property
+    def run_histogram(self) -> npt.NDArray[np.int64]:
+        """Runs of available blocks by length: entry k counts lengths 2**k .. 2**(k+1) - 1; int64 [32]."""
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def runs(self) -> int:
+        """Runs of all sequences added up."""
+    @property
+    def runs_per_sequence(self) -> float:
+        """Mean over open sequences that have blocks; 0 without any."""
+    @property
+    def unused_slots(self) -> int:
+        """Token places in last blocks that no token takes."""
+
+@final
+class Plan:
+    """Proposed moves with their expected effect; a plain value."""
+
+    @property
+    def goal(self) -> str: ...
+    @property
+    def pairs(self) -> npt.NDArray[np.uint32]:
+        """uint32 [m, 2]: (source, destination)."""
+    @property
+    def complete(self) -> bool:
+        """True when these moves reach the goal; False when the limit stopped it early."""
+    @property
+    def remaining(self) -> int:
+        """Moves still to make after these."""
+    @property
+    def predicted_run(self) -> int:
+        """Largest run of available blocks after the moves."""
+    @property
+    def predicted_ratio(self) -> float: ...
+    def __len__(self) -> int: ...
+
+@final
+class Moves:
+    """Moves that have begun: what a mover carries out, here or in another process."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def pairs(self) -> npt.NDArray[np.uint32]:
+        """uint32 [m, 2]: (source, destination). No destination is a source or twice in it."""
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Moves:
+        """InvalidPlan when the bytes are not whole and unchanged (length and checksum)."""
+    def __len__(self) -> int: ...
+
+def copy_blocks(
+    regions: npt.NDArray[np.uint64],
+    pairs: npt.NDArray[np.uint32],
+    num_blocks: int,
+) -> None:
+    """Copies block ``pairs[i, 0]`` to block ``pairs[i, 1]`` in every region, GIL released.
+
+    Args:
+        regions: uint64 [r, 3]: (address of block 0, stride in bytes, bytes a block).
+        pairs: uint32 [m, 2]; destinations differ from each other and from every source.
+        num_blocks: ids at or above this raise InvalidBlock.
+
+    The caller answers for the addresses: use :class:`kvmmu.Storage`, which checked them.
+    """
+
+def cpu_features() -> dict[str, Any]:
+    """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""

@@ -1,0 +1,108 @@
+"""Every error that kvmmu raises.
+
+What lives here: the exception classes, with the numbers that decided as attributes. They
+pickle (they cross process borders in serving stacks). What never lives here: the decision to
+raise one. The binding raises them for the core; Python code raises them for itself.
+
+Each error is raised before anything has changed, unless its docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ConcurrentUse",
+    "Fragmented",
+    "InternalError",
+    "InvalidBlock",
+    "InvalidConfig",
+    "InvalidPlan",
+    "InvalidStep",
+    "KVCacheError",
+    "LimitExceeded",
+    "MissingExtra",
+    "OutOfBlocks",
+    "OutOfTables",
+    "UnknownSequence",
+]
+
+
+def _rebuild(cls: type[KVCacheError], message: str, numbers: dict[str, Any]) -> KVCacheError:
+    return cls(message, **numbers)
+
+
+class KVCacheError(Exception):
+    """Base of all errors of kvmmu.
+
+    ``str(error)`` is the sentence for people. The keyword numbers that it names are attributes
+    and, together, the dict ``error.numbers``.
+    """
+
+    def __init__(self, message: str, **numbers: Any) -> None:
+        super().__init__(message)
+        self.numbers = numbers
+
+    def __getattr__(self, name: str) -> Any:
+        numbers = self.__dict__.get("numbers", {})
+        if name in numbers:
+            return numbers[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), str(self), self.numbers)
+
+
+class OutOfBlocks(KVCacheError, MemoryError):
+    """Not enough available blocks. Numbers: ``needed``, ``available``, ``num_blocks``."""
+
+
+class Fragmented(OutOfBlocks):
+    """Enough blocks are available, in the wrong shape. Numbers: as OutOfBlocks, and
+    ``largest_run`` (blocks)."""
+
+
+class OutOfTables(KVCacheError, MemoryError):
+    """The preallocated page-table nodes or sequence slots are used up. Numbers: ``capacity``."""
+
+
+class UnknownSequence(KVCacheError, KeyError):
+    """No open sequence has this id (it was closed, or never existed). Numbers: ``sequence``."""
+
+
+class InvalidConfig(KVCacheError, ValueError):
+    """A setting or an argument that is not allowed; the message says what is allowed."""
+
+
+class LimitExceeded(KVCacheError, ValueError):
+    """A sequence, a row or a batch would grow past a fixed limit. Numbers: ``needed``, ``limit``."""
+
+
+class InvalidBlock(KVCacheError, ValueError):
+    """A block is not in a state that allows this (for instance released twice).
+    Numbers: ``block``."""
+
+
+class InvalidStep(KVCacheError, ValueError):
+    """A step that is unknown, has ended, or is used out of order. Numbers: ``step``."""
+
+
+class InvalidPlan(KVCacheError, ValueError):
+    """A plan or a set of moves that cannot be begun, committed or read. Numbers: ``epoch``
+    where there is one."""
+
+
+class ConcurrentUse(KVCacheError, RuntimeError):
+    """Another thread is working on this sequence (or the same one is listed twice in a batch).
+    Numbers: ``sequence``."""
+
+
+class InternalError(KVCacheError, RuntimeError):
+    """The core panicked: a fault of kvmmu. The object refuses all further work."""
+
+
+class MissingExtra(KVCacheError, ImportError):
+    """Something optional is not installed. The message names the extra that brings it."""

@@ -1,0 +1,1 @@
+//! The CPU mover of kvmmu.
