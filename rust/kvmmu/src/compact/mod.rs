@@ -1,0 +1,3 @@
+//! Compaction: how scattered the available blocks are.
+
+pub mod measure;
