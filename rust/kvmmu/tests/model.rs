@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvmmu::{Config, Error, Keys, Mmu, Moves, Placement, Rows, Tables, When};
+use kvmmu::{Config, Error, Keys, Mmu, Moves, Placement, Plan, Rows, Tables, When};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -43,6 +43,7 @@ enum Op {
     FreeRun {
         n: u8,
         max: u8,
+        later: bool,
     },
     Below {
         percent: u8,
@@ -79,7 +80,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<u8>().prop_map(Op::Pin),
         1 => Just(Op::Unpin),
         1 => (0u8..4).prop_map(Op::Evict),
-        5 => (0u8..6, 1u8..8).prop_map(|(n, max)| Op::FreeRun { n, max }),
+        5 => (0u8..6, 1u8..8, any::<bool>())
+            .prop_map(|(n, max, later)| Op::FreeRun { n, max, later }),
         1 => (0u8..90).prop_map(|percent| Op::Below { percent }),
         3 => Just(Op::Commit),
         1 => Just(Op::Abort),
@@ -134,6 +136,7 @@ struct World {
     tables: Tables,
     in_flight: VecDeque<Pending>,
     moves: Vec<Moves>,
+    plan: Option<Plan>,
     pins: Vec<i64>,
     next_token: i32,
     committed: u32,
@@ -161,6 +164,7 @@ impl World {
             tables,
             in_flight: VecDeque::new(),
             moves: Vec::new(),
+            plan: None,
             pins: Vec::new(),
             next_token: 1000,
             committed: 0,
@@ -410,13 +414,17 @@ impl World {
             Op::Evict(n) => {
                 self.mmu.evict(u32::from(n));
             }
-            Op::FreeRun { n, max } => {
+            Op::FreeRun { n, max, later } => {
                 let measure = self.mmu.measure();
                 let n = (measure.available.largest + u32::from(n)).min(measure.available.total);
                 if let Ok(plan) = self.mmu.plan_free_run(n.max(1), u32::from(max)) {
+                    if later {
+                        self.plan = Some(plan);
+                        return;
+                    }
                     let moves = self.mmu.begin(&plan).unwrap();
                     assert_eq!(moves.pairs(), plan.pairs, "nothing happened in between");
-                    self.copy(&moves.pairs().to_vec());
+                    self.copy(moves.pairs());
                     self.moves.push(moves);
                 }
             }
@@ -424,7 +432,7 @@ impl World {
                 let ratio = f64::from(percent) / 100.0;
                 let plan = self.mmu.plan_below(ratio, 8).unwrap();
                 let moves = self.mmu.begin(&plan).unwrap();
-                self.copy(&moves.pairs().to_vec());
+                self.copy(moves.pairs());
                 let quiet = self.in_flight.is_empty() && self.moves.is_empty();
                 assert_eq!(self.mmu.commit(&moves).unwrap() as usize, plan.pairs.len());
                 if quiet {
@@ -435,7 +443,12 @@ impl World {
                 }
             }
             Op::Commit => {
-                if !self.moves.is_empty() {
+                // A plan that has grown old loses only the moves that are no longer possible.
+                if let Some(plan) = self.plan.take() {
+                    let moves = self.mmu.begin(&plan).unwrap();
+                    self.copy(moves.pairs());
+                    self.moves.push(moves);
+                } else if !self.moves.is_empty() {
                     self.committed += self.mmu.commit(&self.moves.remove(0)).unwrap();
                 }
             }
