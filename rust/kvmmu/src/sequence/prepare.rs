@@ -165,10 +165,7 @@ impl Mmu {
         }
         let mut shared = None;
         let needed = self.plan_writes(batch, &mut shared);
-        let reserved = self.reserve(needed, 0)?;
-        if reserved.1 > 0 {
-            shared.get_or_insert_with(|| self.shared());
-        }
+        let reserved = self.reserve_with(needed, &mut shared)?;
         let mut steps = self.steps();
         if let Err(error) = steps.get(step) {
             self.pool.unreserve(reserved.0);

@@ -299,9 +299,27 @@ impl Mmu {
 
     // -- claiming ----------------------------------------------------------------------------
 
+    /// As [`Mmu::reserve`], taking the shared lock only when the empty blocks do not suffice.
+    pub(crate) fn reserve_with<'a>(
+        &'a self,
+        needed: u32,
+        shared: &mut Option<MutexGuard<'a, Shared>>,
+    ) -> Result<(u32, u32)> {
+        if self.pool.reserve(needed) {
+            return Ok((needed, 0));
+        }
+        self.reserve(shared.get_or_insert_with(|| self.shared()), needed, 0)
+    }
+
     /// Reserves `needed` blocks: from the empty ones, and for the rest from the evictable ones, of
-    /// which `protected` are spoken for. Returns (reserved, to evict).
-    pub(crate) fn reserve(&self, needed: u32, protected: u32) -> Result<(u32, u32)> {
+    /// which `protected` are spoken for. Returns (reserved, to evict). What is to be evicted stays
+    /// there while the caller holds the shared lock.
+    pub(crate) fn reserve(
+        &self,
+        _shared: &Shared,
+        needed: u32,
+        protected: u32,
+    ) -> Result<(u32, u32)> {
         let reserved = self.pool.reserve_up_to(needed);
         let short = needed - reserved;
         if short > 0 {
