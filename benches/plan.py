@@ -92,9 +92,7 @@ def rows_of(bench: Bench, size: int) -> Iterator[Row]:
         rounds=9,
     )
     slide = "full slide, plain Python"
-    once = f"{size} blocks, half live, scattered"
-    budget = "plan of one pass (plan_compaction, 32 moves)"
-    yield Row(f"{budget}, {once}", "us", found["pass"], slide, found["slide"])
-    yield Row(f"plan of one free run of 512, {once}", "us", found["run"], slide, found["slide"])
-    yield Row(f"plan of full compaction, {once}", "us", found["all"], slide, found["slide"])
-    yield Row(f"measure(), {once}", "us", found["measure"], "ratio, plain Python", found["ratio"])
+    yield Row(f"plan one pass of {size} (32 moves)", "us", found["pass"], slide, found["slide"])
+    yield Row(f"plan a free run of 512 of {size}", "us", found["run"], slide, found["slide"])
+    yield Row(f"plan full compaction of {size}", "us", found["all"], slide, found["slide"])
+    yield Row(f"measure {size} blocks", "us", found["measure"], "plain Python", found["ratio"])

@@ -1,14 +1,15 @@
 """Sequences and steps, called from Python: what a serving engine pays for each.
 
-Rivals: vLLM's BlockPool, KVCacheManager's block hashing (``--vllm DIR``). Without vLLM hashlib's
-SHA-256 of the same bytes stands in for the hashing, and is named as that.
+Rivals (``--vllm DIR``): vLLM's BlockPool, which gets and frees blocks without hashing or matching a
+prompt; its block hashing, which looks nothing up; its allocate_slots, which writes no tables.
+Ours does all of that. Without vLLM, hashlib's SHA-256 of the same bytes stands in for the hashing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +36,50 @@ class VLLM:
     block_pool: Any
     hash_block_tokens: Any
     hashes: dict[str, Callable[[Any], bytes]]
+    manager: Callable[[int, int], Any]
+    """(blocks, longest sequence in tokens) -> KVCacheManager"""
+    request: Callable[[str, list[int]], Any]
+    """(name, prompt) -> Request"""
 
 
 def load_vllm() -> VLLM:
+    import torch
+    from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256, xxhash
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        hash_block_tokens,
+        init_none_hash,
+    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    return VLLM(BlockPool, hash_block_tokens, {"sha256": sha256, "xxhash": xxhash})
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    sampling = SamplingParams(max_tokens=2 * STEPS)
+    sampling.update_from_generation_config({}, eos_token_id=0)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def manager(blocks: int, longest: int) -> Any:
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        return KVCacheManager(
+            config, max_model_len=longest, scheduler_block_size=BLOCK, hash_block_size=BLOCK
+        )
+
+    def request(name: str, prompt: list[int]) -> Any:
+        return Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=hasher,
+        )
+
+    hashes = {"sha256": sha256, "xxhash": xxhash}
+    return VLLM(BlockPool, hash_block_tokens, hashes, manager, request)
 
 
 def random_tokens(count: int, seed: int = 0) -> Tokens:
@@ -71,30 +107,31 @@ def prefill(mmu: MMU, sequence: int, buffers: BlockTables, tokens: int) -> None:
 def open_and_close(bench: Bench, vllm: VLLM | None) -> Iterator[Row]:
     tokens = random_tokens(PROMPT_BLOCKS * BLOCK)
     for caching in (False, True):
-        mmu = MMU(POOL, BLOCK, prefix_caching=caching)
-
-        def ours(mmu: MMU = mmu) -> float:
-            return seconds(lambda: mmu.close(mmu.open(tokens))) * 1e9 / PROMPT_BLOCKS
-
-        contenders = {"kvmmu": ours}
+        contenders = {"kvmmu": our_open_and_close(caching, tokens)}
         if vllm is not None:
-            pool = vllm.block_pool(POOL, caching, BLOCK)
-
-            def theirs(pool: Any = pool) -> float:
-                work = lambda: pool.free_blocks(pool.get_new_blocks(PROMPT_BLOCKS))  # noqa: E731
-                return seconds(work) * 1e9 / PROMPT_BLOCKS
-
-            contenders["vllm"] = theirs
+            contenders["vllm"] = vllm_get_and_free(vllm, caching)
         found = medians(contenders, rounds=51)
-        state = "on, prompt hashed" if caching else "off"
-        rival = f"vLLM BlockPool get + free, caching {'on, no hashing' if caching else 'off'}"
         yield Row(
-            f"open + close {PROMPT_BLOCKS} blocks, caching {state}",
+            f"open + close {PROMPT_BLOCKS} blocks, {'hashed' if caching else 'no cache'}",
             "ns/block",
             found["kvmmu"],
-            rival,
+            f"vLLM BlockPool, {'not hashed' if caching else 'no cache'}",
             found.get("vllm"),
         )
+
+
+def our_open_and_close(caching: bool, tokens: Tokens) -> Callable[[], float]:
+    mmu = MMU(POOL, BLOCK, prefix_caching=caching)
+    return lambda: seconds(lambda: mmu.close(mmu.open(tokens))) * 1e9 / PROMPT_BLOCKS
+
+
+def vllm_get_and_free(vllm: VLLM, caching: bool) -> Callable[[], float]:
+    pool = vllm.block_pool(POOL, caching, BLOCK)
+
+    def work() -> None:
+        pool.free_blocks(pool.get_new_blocks(PROMPT_BLOCKS))
+
+    return lambda: seconds(work) * 1e9 / PROMPT_BLOCKS
 
 
 def chained_sha256(tokens: Tokens) -> bytes:
@@ -115,29 +152,29 @@ def prefix_match(bench: Bench, vllm: VLLM | None) -> Iterator[Row]:
         bench.note(f"prefix match found {matched} blocks of {PROMPT_BLOCKS - 1}")
     listed: list[list[int]] = tokens.reshape(-1, BLOCK).tolist()
 
-    def ours() -> float:
-        return seconds(lambda: mmu.match(tokens)) * 1e6 / max(matched, 1)
+    def hashed(function: Callable[[Any], bytes], of: VLLM) -> Callable[[], float]:
+        def work() -> None:
+            parent = None
+            for block in listed:
+                parent = of.hash_block_tokens(function, parent, block)
 
-    def chain(of: VLLM, hash_function: Callable[[Any], bytes]) -> None:
-        parent = None
-        for block in listed:
-            parent = of.hash_block_tokens(hash_function, parent, block)
+        return lambda: seconds(work) * 1e6 / len(listed)
 
-    contenders: dict[str, Callable[[], float]] = {"kvmmu": ours}
+    contenders: dict[str, Callable[[], float]] = {
+        "kvmmu": lambda: seconds(lambda: mmu.match(tokens)) * 1e6 / max(matched, 1)
+    }
+    rivals: list[str] = []
     if vllm is None:
-        rivals = ["hashlib sha256 of the same bytes (stand-in for vLLM's hashing)"]
-        contenders[rivals[0]] = lambda: seconds(lambda: chained_sha256(tokens)) * 1e6 / len(listed)
+        rivals.append("hashlib sha256 (stand-in for vLLM)")
+        contenders[rivals[-1]] = lambda: seconds(lambda: chained_sha256(tokens)) * 1e6 / len(listed)
     else:
-        rivals = []
         for name, function in vllm.hashes.items():
-            rivals.append(f"vLLM hash_block_tokens, {name} (no look-up)")
-            contenders[rivals[-1]] = lambda function=function, of=vllm: (
-                seconds(lambda: chain(of, function)) * 1e6 / len(listed)
-            )
+            rivals.append(f"vLLM hash_block_tokens, {name}")
+            contenders[rivals[-1]] = hashed(function, vllm)
     found = medians(contenders)
     for rival in rivals:
         yield Row(
-            f"prefix match of {PROMPT_BLOCKS} blocks (hash, look-up, tokens compared)",
+            f"match a prefix of {PROMPT_BLOCKS} blocks",
             "us/block",
             found["kvmmu"],
             rival,
@@ -146,17 +183,36 @@ def prefix_match(bench: Bench, vllm: VLLM | None) -> Iterator[Row]:
         )
 
 
-def decode_step(bench: Bench) -> Iterator[Row]:
+def decode_step(bench: Bench, vllm: VLLM | None) -> Iterator[Row]:
     """Every sequence gets one token a step: the longest grow by 13 blocks on the way."""
     width = DEPTH + STEPS // BLOCK + 1
-    mmu = MMU(BATCH * width, BLOCK, max_sequences=BATCH, max_blocks_per_sequence=width)
     prompt = (DEPTH - 1) * BLOCK + 1
+    ours = our_decode_step(width, prompt)
+    theirs = None if vllm is None else vllm_decode_step(vllm, width, prompt)
+    times: dict[str, list[float]] = {"kvmmu": [], "vllm": []}
+    for _ in range(STEPS):
+        times["kvmmu"].append(ours() * 1e6)
+        if theirs is not None:
+            times["vllm"].append(theirs() * 1e6)
+    name = f"decode step of {BATCH} x {DEPTH} blocks"
+    for word, figure in (("median", statistics.median), ("worst", max)):
+        yield Row(
+            f"{name}, {word} of {STEPS}",
+            "us",
+            figure(times["kvmmu"]),
+            "vLLM allocate_slots (no tables)",
+            figure(times["vllm"]) if times["vllm"] else None,
+        )
+
+
+def our_decode_step(width: int, prompt: int) -> Callable[[], float]:
+    """begin, prepare (tables written), written, end."""
+    mmu = MMU(BATCH * width, BLOCK, max_sequences=BATCH, max_blocks_per_sequence=width)
     one = tables(mmu, 1, width, prompt)
     sequences = np.empty(BATCH, np.int64)
     for index in range(BATCH):
-        sequences[index] = mmu.open(random_tokens(prompt + index % BLOCK, seed=index))
+        sequences[index] = mmu.open(random_tokens(prompt, seed=index))
         prefill(mmu, int(sequences[index]), one, prompt)
-        mmu.truncate(int(sequences[index]), prompt)
     batch = tables(mmu, BATCH, width, BATCH)
     new = random_tokens(BATCH, seed=BATCH)
 
@@ -166,14 +222,36 @@ def decode_step(bench: Bench) -> Iterator[Row]:
         mmu.written(number)
         mmu.end_step(number)
 
-    times: Sequence[float] = sorted(seconds(step) * 1e6 for _ in range(STEPS))
-    name = f"decode step, {BATCH} sequences of {DEPTH} blocks, one token each"
-    yield Row(f"{name}: median of {STEPS}", "us", statistics.median(times))
-    yield Row(f"{name}: worst of {STEPS}", "us", times[-1])
+    return lambda: seconds(step)
+
+
+def vllm_decode_step(vllm: VLLM, width: int, prompt: int) -> Callable[[], float]:
+    """One allocate_slots a request, prefix caching on; tokens are appended outside the clock."""
+    manager = vllm.manager(BATCH * width + 1, width * BLOCK)
+    requests = []
+    for index in range(BATCH):
+        request = vllm.request(str(index), random_tokens(prompt, seed=index).tolist())
+        manager.allocate_slots(request, prompt)
+        request.num_computed_tokens = prompt
+        requests.append(request)
+
+    def step() -> None:
+        for request in requests:
+            manager.allocate_slots(request, 1)
+
+    def timed() -> float:
+        for request in requests:
+            request.append_output_token_ids(7)
+        took = seconds(step)
+        for request in requests:
+            request.num_computed_tokens += 1
+        return took
+
+    return timed
 
 
 def rows(bench: Bench) -> Iterator[Row]:
     vllm = with_path(bench.vllm, load_vllm, bench) if bench.vllm else None
     yield from open_and_close(bench, vllm)
     yield from prefix_match(bench, vllm)
-    yield from decode_step(bench)
+    yield from decode_step(bench, vllm)

@@ -161,7 +161,8 @@ def test_the_sdist_alone_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_pat
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-index", "--no-deps")
     run(*pip, "--wheel-dir", tmp_path, sdist, cwd=tmp_path)
     built = only_file(tmp_path, "*.whl")
-    assert built.name == wheel.name
+    # maturin audits the platform when it is called itself, not when pip calls it.
+    assert built.name.rsplit("-", 1)[0] == wheel.name.rsplit("-", 1)[0]
     assert wheel_names(built) == wheel_names(wheel)
 
 
