@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from kvmmu import CPUMover, Storage
 
 from harness import Bench, Row, medians, seconds
-from kvmmu import CPUMover, Storage
 
 BLOCKS = 32
 REGIONS = 160

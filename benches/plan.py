@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from kvmmu import MMU
 
 from harness import Bench, Row, medians, seconds
-from kvmmu import MMU
 
 SIZES = (65_536, 1_048_576)
 SEQUENCE_BLOCKS = 64

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvmmu import MMU, BlockTables
 
 from harness import Bench, Goal, Row, medians, seconds, with_path
-from kvmmu import MMU, BlockTables
 
 Tokens = npt.NDArray[np.int32]
 

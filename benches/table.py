@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from kvmmu import MMU
 
 from harness import Bench, Row, medians, seconds
-from kvmmu import MMU
 
 BLOCK = 16
 BATCH = 256
