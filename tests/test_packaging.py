@@ -26,15 +26,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "kvmmu"
 EXTRAS = {"cli", "torch", "cuda12", "cuda13", "test", "dev"}
 CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python"}
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, cwd: Path = ROOT, target: Path = TARGET
+) -> subprocess.CompletedProcess[str]:
     """Runs a command that builds something; its output is the failure's message."""
     environment = os.environ | {
+        # Found by name: python3, and ziglang through it.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "CARGO_NET_OFFLINE": "true",
-        "CARGO_TARGET_DIR": str(
-            Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
-        ),
+        "CARGO_TARGET_DIR": str(target),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     done = subprocess.run(
@@ -159,7 +162,8 @@ def test_the_sdist_holds_what_a_wheel_is_built_from_and_nothing_else(sdist: Path
 @pytest.mark.slow
 def test_the_sdist_alone_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-index", "--no-deps")
-    run(*pip, "--wheel-dir", tmp_path, sdist, cwd=tmp_path)
+    # A target folder of its own: cargo takes what it finds in ours for a build of these sources.
+    run(*pip, "--wheel-dir", tmp_path, sdist, cwd=tmp_path, target=tmp_path / "target")
     built = only_file(tmp_path, "*.whl")
     # maturin audits the platform when it is called itself, not when pip calls it.
     assert built.name.rsplit("-", 1)[0] == wheel.name.rsplit("-", 1)[0]
