@@ -1,5 +1,39 @@
-//! PyO3 binding.
+//! The Python binding of kvmmu: `kvmmu._core`. Conversion and errors, no logic.
+//!
+//! The contract, with the docs that users read, is `python/kvmmu/_core.pyi`.
+
 use pyo3::prelude::*;
-/// The core.
+
+mod convert;
+mod copy;
+mod errors;
+mod mmu;
+mod tables;
+mod values;
+
+/// The compiled core of kvmmu.
 #[pymodule(gil_used = false)]
-mod _core {}
+mod _core {
+    use super::*;
+
+    #[pymodule_export]
+    use super::copy::{copy_blocks, cpu_features};
+    #[pymodule_export]
+    use super::mmu::MMU;
+    #[pymodule_export]
+    use super::tables::BlockTables;
+    #[pymodule_export]
+    use super::values::{Measure, Moves, Plan, Quote, SequenceInfo};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let profile = if cfg!(debug_assertions) {
+            "debug"
+        } else {
+            "release"
+        };
+        let (arch, os) = (std::env::consts::ARCH, std::env::consts::OS);
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("build", format!("{profile} {arch}-{os}"))
+    }
+}

@@ -1,0 +1,100 @@
+"""kvmmu: a memory-management unit for the KV caches of LLM serving.
+
+``import kvmmu`` loads nothing: each name brings its module when it is first used. NumPy is all
+that the names below need.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._core import (
+        MMU,
+        BlockTables,
+        Measure,
+        Moves,
+        Plan,
+        Quote,
+        SequenceInfo,
+        __version__,
+    )
+    from .compaction import compact, run_plan
+    from .errors import (
+        ConcurrentUse,
+        Fragmented,
+        InternalError,
+        InvalidBlock,
+        InvalidConfig,
+        InvalidPlan,
+        InvalidStep,
+        KVCacheError,
+        LimitExceeded,
+        MissingExtra,
+        OutOfBlocks,
+        OutOfTables,
+        UnknownSequence,
+    )
+    from .movers import CPUMover, Mover
+    from .storage import Region, Storage
+
+__all__ = [
+    "MMU",
+    "BlockTables",
+    "CPUMover",
+    "ConcurrentUse",
+    "Fragmented",
+    "InternalError",
+    "InvalidBlock",
+    "InvalidConfig",
+    "InvalidPlan",
+    "InvalidStep",
+    "KVCacheError",
+    "LimitExceeded",
+    "Measure",
+    "MissingExtra",
+    "Mover",
+    "Moves",
+    "OutOfBlocks",
+    "OutOfTables",
+    "Plan",
+    "Quote",
+    "Region",
+    "SequenceInfo",
+    "Storage",
+    "UnknownSequence",
+    "__version__",
+    "compact",
+    "run_plan",
+]
+
+_HOME = {
+    "BlockTables": "_core",
+    "CPUMover": "movers",
+    "MMU": "_core",
+    "Measure": "_core",
+    "Mover": "movers",
+    "Moves": "_core",
+    "Plan": "_core",
+    "Quote": "_core",
+    "Region": "storage",
+    "SequenceInfo": "_core",
+    "Storage": "storage",
+    "__version__": "_core",
+    "compact": "compaction",
+    "run_plan": "compaction",
+}
+"""The module that each name lives in; whatever else is in ``__all__`` is an error."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
