@@ -43,6 +43,7 @@ impl Mmu {
         let fresh = self.take(reserved, shared.as_deref_mut());
         let mut copies = Vec::new();
         self.grow(
+            None,
             &mut rows[0],
             shared.as_deref_mut(),
             &mut &fresh[..],

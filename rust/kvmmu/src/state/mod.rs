@@ -62,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) moving: HashMap<u32, (u64, usize)>,
     pub(crate) transactions: BTreeMap<u64, Vec<Move>>,
     pub(crate) next_epoch: u64,
+    /// Destinations of copies on write that wait for the start of a step in flight.
+    pub(crate) awaited: HashMap<u32, u64>,
     /// Cached blocks that a step in flight may still read: not evictable before it has ended.
     cooling: HashMap<u32, u64>,
     cooling_order: VecDeque<(u64, u32)>,
@@ -141,6 +143,7 @@ impl Mmu {
                 moving: HashMap::default(),
                 transactions: BTreeMap::new(),
                 next_epoch: 1,
+                awaited: HashMap::default(),
                 cooling: HashMap::default(),
                 cooling_order: VecDeque::new(),
                 fenced: VecDeque::new(),
@@ -527,6 +530,19 @@ impl Mmu {
             || word.is_moving()
             || shared.pins.contains_key(&block)
             || shared.cooling.contains_key(&block)
+            || shared.awaited.contains_key(&block)
+    }
+
+    /// A step is settled: the copies on write that it began with have been made.
+    pub(crate) fn stop_awaiting(&self, step: u64) {
+        let mut shared = self.shared();
+        let done = shared.awaited.iter().filter(|&(_, &since)| since == step);
+        for block in done.map(|(&block, _)| block).collect::<Vec<_>>() {
+            shared.awaited.remove(&block);
+            if !self.pool.is_empty(block) {
+                self.refresh_stuck(&shared, block);
+            }
+        }
     }
 
     /// The source of a move is about to be written or pinned: its move falls out of the commit.
