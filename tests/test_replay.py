@@ -306,7 +306,6 @@ def test_a_block_that_is_held_twice_is_counted() -> None:
     )
     running.n = 2
     running.position[:] = (6, 8)
-    running.mark_exported()
     fake: Any = machine
     assert wasted(fake, running) == 0
     machine.block_table[1, 0] = 3  # one of two sharers was moved ...

@@ -27,6 +27,7 @@ from .metrics import Totals
 from .options import Options
 from .policy import Policy
 from .running import Running
+from .seen import SeenRows
 from .sharing import wasted
 from .tokens import Tokens
 from .traces import Trace
@@ -34,7 +35,7 @@ from .verify import Verifier
 
 __all__ = ["Serving"]
 
-SHARING_EVERY = 64
+SHARING_EVERY = 128
 WATCH_EVERY = 32
 
 
@@ -80,6 +81,9 @@ class Serving:
         self._waiting: deque[_Waiting] = deque()
         self._head_must_wait = False
         self._running = Running(machine.block_table.shape[0])
+        self._seen = (
+            SeenRows(machine.block_table, machine.null_block) if self._policy.compacts() else None
+        )
 
     def run(self) -> None:
         """Until every request has finished or was refused, or ``watch`` says stop."""
@@ -181,16 +185,16 @@ class Serving:
         self._mmu.written(number)
         if self._verifier is not None:
             self._verifier.sample(running)
+        if totals.steps % SHARING_EVERY == 0:
+            totals.wasted_blocks = max(totals.wasted_blocks, wasted(self._machine, running))
+            totals.wasted_samples += 1
         self._mmu.end_step(number)
         live = self._mmu.states()["in_use"]
         totals.live_peak = max(totals.live_peak, live)
         totals.live_sum += live
         self._finish()
-        if self._policy.compacts():
-            self._compact()
-        if totals.steps % SHARING_EVERY == 0:
-            totals.wasted_blocks = max(totals.wasted_blocks, wasted(self._machine, running))
-            totals.wasted_samples += 1
+        if self._policy.compacts() and self._mmu.compact():
+            totals.compactions += 1
         self._measure()
         self._mmu.lap()
 
@@ -214,7 +218,9 @@ class Serving:
                 self._mmu.end_step(step)
                 self._preempt()
                 continue
-            running.mark_exported()
+            if self._seen is not None:
+                blocks = -(-running.longest() // self._options.block_size)
+                self._totals.moved_blocks += self._seen.moved(n, blocks)
             return step, lens
         return None
 
@@ -243,6 +249,7 @@ class Serving:
         )
         prefilling = position < running.known[:n]
         computed = int(lens[prefilling].sum())
+        running.prefill_left -= computed
         self._policy.computed(computed)
         totals.computed_tokens += computed
         position += lens
@@ -257,32 +264,33 @@ class Serving:
 
     def _finish(self) -> None:
         running, n = self._running, self._running.n
-        done = np.flatnonzero(running.position[:n] >= running.target[:n])
-        if not len(done):
+        done = np.flatnonzero(running.position[:n] >= running.target[:n]).tolist()
+        if not done:
             return
         self._head_must_wait = False
-        for row in reversed(done.tolist()):  # from the end: remove() moves the last row
-            sequence = int(running.ids[row])
-            if self._verifier is not None:
+        self._totals.finished += len(done)
+        if self._verifier is not None:
+            for row in done:
                 self._verifier.whole(
-                    int(running.exported[row]),
-                    sequence,
-                    int(running.request[row]),
-                    running.expected(row, int(running.target[row])),
+                    row, int(running.ids[row]), int(running.request[row]), running.expected(row)
                 )
-            self._mmu.close(sequence)
-            running.remove(row)
-            self._totals.finished += 1
+        for row in reversed(done):  # from the end: the last row moves into the gap
+            self._close(row)
+
+    def _close(self, row: int) -> None:
+        running = self._running
+        self._mmu.close(int(running.ids[row]))
+        running.remove(row)
+        if self._seen is not None:
+            self._seen.remove(row, running.n)
 
     def _preempt(self) -> None:
         """Throws one request out. What it generated becomes part of its prompt."""
         running, totals = self._running, self._totals
         row = self._policy.victim(running)
         request, position = int(running.request[row]), int(running.position[row])
-        alone = running.n == 1
-        self._mmu.close(int(running.ids[row]))
-        known = int(running.known[row])
-        running.remove(row)
+        known, alone = int(running.known[row]), running.n == 1
+        self._close(row)
         self._head_must_wait = False
         if alone:
             totals.refuse(request, "out of blocks although nothing else runs")
@@ -293,25 +301,7 @@ class Serving:
             _Waiting(request, position + 1 if position >= known else known, reopened=True)
         )
 
-    # -- moves and figures -----------------------------------------------------------------
-
-    def _compact(self) -> None:
-        if not self._mmu.compact():
-            return
-        running, machine, n = self._running, self._machine, self._running.n
-        self._totals.compactions += 1
-        if not n:
-            return
-        blocks = -(-running.position[:n] // self._options.block_size)
-        width = int(blocks.max())
-        before = machine.block_table[running.exported[:n], :width]  # a copy: rows by index
-        self._mmu.export(running.ids[:n], machine.tables)
-        running.mark_exported()
-        after = machine.block_table[:n, :width]
-        changed = np.nonzero((before != after) & (np.arange(width) < blocks[:, None]))
-        if len(changed[0]):
-            pairs = before[changed].astype(np.int64) << 32 | after[changed]
-            self._totals.moved_blocks += len(np.unique(pairs))
+    # -- figures ---------------------------------------------------------------------------
 
     def _measure(self) -> None:
         totals, measure = self._totals, self._mmu.measure()

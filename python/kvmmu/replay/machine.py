@@ -48,6 +48,7 @@ class Machine:
     def __init__(self, options: Options, *, rows: int, longest: int, slots: int) -> None:
         self.block_size = options.block_size
         self.num_blocks = options.blocks
+        self.null_block = options.blocks
         width = min(options.blocks, MAX_SEQUENCE_BLOCKS, max(1, -(-longest // self.block_size)))
         _check_memory(options, rows, width, slots)
         mmu = MMU(
@@ -62,7 +63,7 @@ class Machine:
         try:
             contents = np.zeros((options.blocks + 1, self.block_size), dtype=np.uint64)
             owners = np.zeros((options.blocks + 1, 1), dtype=np.uint64)
-            table = np.empty((rows, width), dtype=np.int32)
+            table = np.empty((rows, width + width % 2), dtype=np.int32)
             slot_mapping = np.empty(slots, dtype=np.int64)
         except MemoryError as error:
             raise InvalidConfig(f"--blocks, --block-size: too large for memory ({error})") from None
@@ -77,7 +78,6 @@ class Machine:
             from .sabotage import wrap
 
             mmu, mover = wrap(options.sabotage, mmu, mover, self)
-        self.raw_mmu = mmu
         self.tables: BlockTables = mmu.register_tables(
             self.block_table,
             self.seq_lens,

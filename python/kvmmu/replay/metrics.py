@@ -107,11 +107,6 @@ class TimedMMU:
         self._mmu.end_step(step)
         self.total_ns += perf_counter_ns() - start
 
-    def export(self, sequences: npt.NDArray[np.int64], tables: BlockTables) -> None:
-        start = perf_counter_ns()
-        self._mmu.export(sequences, tables)
-        self.total_ns += perf_counter_ns() - start
-
     def compact(self) -> int:
         start = perf_counter_ns()
         moved = compact(self._mmu, self._mover)
@@ -168,7 +163,7 @@ class Totals:
     measured: int = 0
 
     moved_blocks: int = 0
-    """Distinct (old, new) pairs by which exported rows differ around a compaction."""
+    """Distinct (old, new) pairs of blocks by which exported rows changed; see :mod:`.seen`."""
     compactions: int = 0
     wasted_blocks: int = 0
     wasted_samples: int = 0

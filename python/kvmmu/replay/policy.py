@@ -45,7 +45,7 @@ class Policy:
         """Whether one more request may be looked at."""
         if running.n >= running.rows:
             return False
-        return running.n == 0 or self._queued(running) < max(1.0, self._per_step)
+        return running.n == 0 or running.prefill_left < max(1.0, self._per_step)
 
     def fits(self, blocks: int, available: int, running: Running) -> bool:
         """Whether so many blocks may be claimed for a new request."""
@@ -57,11 +57,11 @@ class Policy:
 
     def query_lens(self, running: Running) -> npt.NDArray[np.int32] | None:
         """int32 [n]: tokens of each row in this step; None when every row decodes one token."""
+        if not running.prefill_left:
+            return None
         n = running.n
         left = running.known[:n] - running.position[:n]
         prefilling = np.flatnonzero(left > 0)
-        if not len(prefilling):
-            return None
         lens = np.ones(n, dtype=np.int32)
         budget = int(self._credit)
         for row in prefilling[np.argsort(running.request[prefilling])].tolist():
@@ -80,8 +80,3 @@ class Policy:
     def compacts(self) -> bool:
         """Whether a pass of compaction may follow this step."""
         return self._options.compaction
-
-    @staticmethod
-    def _queued(running: Running) -> int:
-        left = running.known[: running.n] - running.position[: running.n]
-        return int(np.maximum(left, 0).sum())

@@ -7,9 +7,9 @@ What lives here: the definition of every figure. What never lives here: counting
   counted when first opened; a request computed again after preemption is not counted twice.
 - ``generated_tokens``: as the requests ask for them; a token is counted once, however often its
   request is computed again.
-- ``moved_blocks``: entries of exported rows that a compaction changed (same sequence, same logical
-  block, another physical one), distinct (old, new) pairs; moves of blocks that only the cache
-  holds show in no row and are not in it. ``aborted_moves``: moves begun and given back.
+- ``moved_blocks``: see :mod:`.seen`. Moves of blocks that only the cache holds show in no row and
+  are not in it; ``committed_moves`` is the core's own count of all. ``aborted_moves``: moves begun
+  and given back.
 - ``wasted_blocks``: see :mod:`.sharing`; the worst of the sampled steps.
 - ``live_peak``, ``live_mean``: blocks in use (states), before the requests that a step finishes
   are closed. ``fragmentation_ratio_mean``: 1 - largest run / available blocks, after compaction;
@@ -61,6 +61,7 @@ def figures(
         "running_mean": totals.running_sum / steps,
         "moved_blocks": totals.moved_blocks,
         "compactions": totals.compactions,
+        "committed_moves": stats["moves_committed"],
         "aborted_moves": stats["moves_aborted"],
         "evicted_blocks": stats["evicted_blocks"],
         "fragmentation_ratio_mean": totals.ratio_sum / max(totals.measured, 1),

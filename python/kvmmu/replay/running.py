@@ -21,7 +21,7 @@ __all__ = ["Running"]
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
-_COLUMNS = ("ids", "request", "base", "position", "known", "target", "owner", "exported")
+_COLUMNS = ("ids", "request", "base", "position", "known", "target", "owner")
 
 
 class Running:
@@ -36,7 +36,7 @@ class Running:
         known: tokens handed over when it was opened.
         target: positions written when it ends.
         owner: number of its first logical block (see :mod:`.sharing`).
-        exported: its row in the exported tables; -1 before the first export.
+        prefill_left: known tokens of all of them that are still to compute.
         tokens: the arena, int32; position p of row i is at ``base[i] + p``.
         contents: uint64, beside it.
     """
@@ -51,12 +51,12 @@ class Running:
         self.known: I64 = np.zeros(rows, dtype=np.int64)
         self.target: I64 = np.zeros(rows, dtype=np.int64)
         self.owner: I64 = np.zeros(rows, dtype=np.int64)
-        self.exported: I64 = np.zeros(rows, dtype=np.int64)
+        self.prefill_left = 0
         self.tokens = np.zeros(1 << 16, dtype=np.int32)
         self.contents = np.zeros(1 << 16, dtype=np.uint64)
         self._top = 0
         self._owners = 0
-        self._order = np.arange(rows, dtype=np.int64)
+        self._longest: int | None = 0
 
     def add(
         self,
@@ -83,27 +83,34 @@ class Running:
         self.known[row] = known
         self.target[row] = size
         self.owner[row] = self._owners
-        self.exported[row] = -1
+        self.prefill_left += known - found
         self._owners += blocks
+        if self._longest is not None:
+            self._longest = max(self._longest, size)
         self.n += 1
 
     def remove(self, row: int) -> None:
         """The last row takes the place of this one."""
         last = self.n - 1
+        self.prefill_left -= max(0, int(self.known[row] - self.position[row]))
+        if self.target[row] == self._longest:
+            self._longest = None
         if row != last:
             for name in _COLUMNS:
                 column = getattr(self, name)
                 column[row] = column[last]
         self.n = last
 
-    def mark_exported(self) -> None:
-        """The tables were just exported: row i of them is row i here."""
-        self.exported[: self.n] = self._order[: self.n]
+    def longest(self) -> int:
+        """Most positions that one of them will have written."""
+        if self._longest is None:
+            self._longest = int(self.target[: self.n].max(initial=0))
+        return self._longest
 
-    def expected(self, row: int, count: int) -> U64:
-        """uint64 [count]: contents of the first positions of a row."""
+    def expected(self, row: int) -> U64:
+        """uint64 [target]: what each position of a row holds at its end."""
         base = int(self.base[row])
-        return self.contents[base : base + count]
+        return self.contents[base : base + int(self.target[row])]
 
     def _reserve(self, size: int) -> int:
         """Room at the end of the arena; live entries are packed (and the arena grows) when there

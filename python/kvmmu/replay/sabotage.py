@@ -89,14 +89,10 @@ class _WrongBlock(_Broken):
         self._damage()
         return copies
 
-    def export(self, sequences: npt.NDArray[np.int64], tables: BlockTables) -> None:
-        self._mmu.export(sequences, tables)
-        self._damage()
-
     def _damage(self) -> None:
         table = self._machine.block_table
         right = int(table[0, 0])
         if right == self._mmu.null_block:
             return
-        info = self._mmu.num_blocks
-        table[0, 0] = (right + info // 2) % info if info > 1 else self._mmu.null_block
+        blocks = self._mmu.num_blocks
+        table[0, 0] = (right + blocks // 2) % blocks if blocks > 1 else self._mmu.null_block

@@ -11,7 +11,7 @@ computed the same prefix at the same time, before either had published it, hold 
 
 So the difference is 0 exactly when nothing is held twice: a move that repointed one of two
 sharers, for instance, leaves one logical block in two places and counts 1. Taken at sampled
-steps, over written blocks of running requests; the worst sample counts.
+steps, right after they were exported, over written blocks; the worst sample counts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def wasted(machine: Machine, running: Running) -> int:
         return 0
     written = -(-running.position[:n] // machine.block_size)
     width = int(written.max())
-    rows = machine.block_table[running.exported[:n], :width]
+    rows = machine.block_table[:n, :width]
     seen = np.zeros(machine.num_blocks + 1, dtype=bool)
     seen[rows[np.arange(width) < written[:, None]]] = True
-    owners = machine.owners[seen]
-    return len(owners) - len(np.unique(owners))
+    owners = np.sort(machine.owners[seen])
+    return int(np.count_nonzero(owners[1:] == owners[:-1]))
