@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from kvmmu.errors import InvalidConfig
 from kvmmu.replay import sample
 from kvmmu.replay.contents import contents

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from kvmmu.replay import sample
 from kvmmu.replay.traces import MAX_LINE_BYTES, TraceError, read
 
