@@ -12,6 +12,8 @@
 
 /// Blocks in a window: an aligned group that one huge page can map.
 pub(super) const WINDOW: u32 = 512;
+/// Longest run that touches neither end of its word.
+const LONGEST_INNER: u32 = u64::BITS - 2;
 const WINDOW_WORDS: usize = (WINDOW / u64::BITS) as usize;
 
 /// The runs of consecutive available blocks.
@@ -36,6 +38,35 @@ pub struct Runs {
 /// # Panics
 /// If `words` holds fewer than `n` bits.
 pub fn runs(words: &[u64], n: u32) -> Runs {
+    scan::<true>(words, n).finish()
+}
+
+/// The longest run alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Longest {
+    /// Available blocks.
+    pub total: u32,
+    /// Length of the longest run, in blocks; 0 when nothing is available.
+    pub largest: u32,
+    /// First block of the longest run, the lowest on ties; 0 when nothing is available.
+    pub largest_start: u32,
+}
+
+/// As [`runs`], without the histogram. Once a run of 62 blocks was seen, the runs inside a word
+/// are passed over: none can be longer.
+///
+/// # Panics
+/// If `words` holds fewer than `n` bits.
+pub fn longest(words: &[u64], n: u32) -> Longest {
+    let runs = scan::<false>(words, n).runs;
+    Longest {
+        total: runs.total,
+        largest: runs.largest,
+        largest_start: runs.largest_start,
+    }
+}
+
+fn scan<const COUNT: bool>(words: &[u64], n: u32) -> Scan<COUNT> {
     let mut scan = Scan::new();
     let windows = n / WINDOW;
     let (whole, rest) = words.split_at(windows as usize * WINDOW_WORDS);
@@ -65,7 +96,7 @@ pub fn runs(words: &[u64], n: u32) -> Runs {
         at += kept;
     }
     scan.end_open(n, 0);
-    scan.finish()
+    scan
 }
 
 /// The fragmentation ratio: `1 - largest / total`, and 0 when nothing is available.
@@ -76,8 +107,8 @@ pub fn ratio(largest: u32, total: u32) -> f64 {
     1.0 - f64::from(largest) / f64::from(total)
 }
 
-/// A pass over the words, low to high.
-struct Scan {
+/// A pass over the words, low to high. `COUNT`: every run is counted, else only the longest matters.
+struct Scan<const COUNT: bool> {
     runs: Runs,
     /// Length of the run that reaches up to the current word; 0 when none does.
     open: u32,
@@ -85,7 +116,7 @@ struct Scan {
     at_least: [u64; 7],
 }
 
-impl Scan {
+impl<const COUNT: bool> Scan<COUNT> {
     fn new() -> Self {
         let runs = Runs {
             total: 0,
@@ -132,7 +163,7 @@ impl Scan {
         self.end_open(at, word.trailing_ones());
         let high = word.leading_ones();
         let inner = word & (word + 1) & (u64::MAX >> high);
-        if inner != 0 {
+        if inner != 0 && (COUNT || self.runs.largest < LONGEST_INNER) {
             self.inner_runs(at, inner);
         }
         self.open = high;
@@ -184,10 +215,20 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Both ways of measuring, which must agree.
+    fn measured(words: &[u64], n: u32) -> Runs {
+        let (found, alone) = (runs(words, n), longest(words, n));
+        assert_eq!(
+            (alone.total, alone.largest, alone.largest_start),
+            (found.total, found.largest, found.largest_start)
+        );
+        found
+    }
+
     /// The definition, block by block.
     fn runs_by_block(words: &[u64], n: u32) -> Runs {
         let set = |b: u32| b < n && words[(b / 64) as usize] >> (b % 64) & 1 == 1;
-        let mut expected = Scan::new().runs;
+        let mut expected = Scan::<true>::new().runs;
         let mut len = 0;
         for b in 0..=n {
             if set(b) {
@@ -217,7 +258,11 @@ mod tests {
                 for bits in [bits, !bits] {
                     let words = [bits as u64, (bits >> 64) as u64];
                     for n in [0, 1, 63, 64, 65, 127, 128] {
-                        assert_eq!(runs(&words, n), runs_by_block(&words, n), "{words:x?} {n}");
+                        assert_eq!(
+                            measured(&words, n),
+                            runs_by_block(&words, n),
+                            "{words:x?} {n}"
+                        );
                     }
                 }
             }
@@ -229,7 +274,7 @@ mod tests {
         let mut words = vec![u64::MAX; 40];
         words[0] = u64::MAX << 60;
         words[39] = 0b1111;
-        let found = runs(&words, 40 * 64);
+        let found = measured(&words, 40 * 64);
         assert_eq!((found.largest, found.largest_start), (4 + 38 * 64 + 4, 60));
         assert_eq!(found.free_windows, 3);
         assert_eq!(found.histogram.iter().sum::<u64>(), 1);
@@ -238,7 +283,7 @@ mod tests {
     #[test]
     fn the_lowest_of_equal_runs_is_named() {
         let words = [0b0111_0111 << 20, u64::MAX >> 61, 0];
-        assert_eq!(runs(&words, 192).largest_start, 20);
+        assert_eq!(measured(&words, 192).largest_start, 20);
     }
 
     #[test]
@@ -274,7 +319,7 @@ mod tests {
                 words[from.min(to)..to].fill(u64::MAX);
             }
             let n = words.len() as u32 * 64 - cut;
-            prop_assert_eq!(runs(&words, n), runs_by_block(&words, n));
+            prop_assert_eq!(measured(&words, n), runs_by_block(&words, n));
         }
     }
 

@@ -33,7 +33,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use super::measure::{self, WINDOW, runs};
+use super::measure::{self, WINDOW, longest};
 
 const WORD: u32 = u64::BITS;
 const WINDOW_WORDS: usize = (WINDOW / WORD) as usize;
@@ -120,7 +120,7 @@ pub fn free_run(
         Some(start) => Ok(evacuate(pool, start..start + n, max_moves, lru)),
         None => Err(Impossible::NoSpan {
             need: n,
-            largest_span: runs(&pool.settled, s.num_blocks).largest,
+            largest_span: longest(&pool.settled, s.num_blocks).largest,
         }),
     }
 }
@@ -137,7 +137,7 @@ pub fn below(
     lru: &mut dyn Iterator<Item = u32>,
 ) -> Planned {
     let pool = Pool::new(s);
-    let now = runs(&pool.available, s.num_blocks);
+    let now = longest(&pool.available, s.num_blocks);
     let wanted = if ratio.is_nan() {
         now.largest
     } else {
@@ -156,7 +156,7 @@ pub fn below(
     let (len, start) = match fewest_live(&pool, wanted) {
         Some(start) => (wanted, start),
         None => {
-            let span = runs(&pool.settled, s.num_blocks).largest;
+            let span = longest(&pool.settled, s.num_blocks).largest;
             let start = fewest_live(&pool, span).expect("the longest span is a place for itself");
             (span, start)
         }
@@ -352,7 +352,7 @@ fn evacuate(
         pairs.push([source.block, destination]);
     }
 
-    let predicted = runs(&after, pool.snapshot.num_blocks);
+    let predicted = longest(&after, pool.snapshot.num_blocks);
     Planned {
         start: run.start,
         len: run.len() as u32,
@@ -378,7 +378,7 @@ fn outward(available: &[u64], run: &Range<u32>, wanted: usize) -> Vec<Source> {
     let stretches: Vec<u64> = (run.clone().step_by(WORD as usize))
         .map(|at| word_at(available, at))
         .collect();
-    let longest = runs(&stretches, run.len() as u32);
+    let longest = longest(&stretches, run.len() as u32);
     let mut low = run.start + longest.largest_start;
     let mut high = low + longest.largest;
 
@@ -623,7 +623,7 @@ mod tests {
                     set(&mut words, b as u32);
                 }
             }
-            runs(&words, self.states.len() as u32)
+            measure::runs(&words, self.states.len() as u32)
         }
 
         fn free_run(&self, n: u32, max_moves: u32) -> Result<Planned, Impossible> {

@@ -129,8 +129,8 @@ impl Mmu {
     pub fn plan_compaction(&self) -> Option<Plan> {
         let ratio = {
             let _rest = self.rest();
-            let runs = measure::runs(&self.pool.available_bits(), self.config.num_blocks);
-            measure::ratio(runs.largest, runs.total)
+            let longest = measure::longest(&self.pool.available_bits(), self.config.num_blocks);
+            measure::ratio(longest.largest, longest.total)
         };
         if ratio > self.config.compaction_start {
             self.compacting.store(1, Ordering::Relaxed);
