@@ -62,9 +62,10 @@ impl Index {
         let n = num_blocks as usize;
         Self {
             block_size: block_size as usize,
-            nodes: Vec::new(),
+            // At most one node a block: nothing grows, and so nothing stalls, while serving.
+            nodes: Vec::with_capacity(n),
             free: Vec::new(),
-            by_hash: HashTable::new(),
+            by_hash: HashTable::with_capacity(n),
             node_of: vec![NONE; n].into(),
             next: vec![NONE; n].into(),
             order: Order::new(n),
@@ -252,8 +253,9 @@ impl Index {
     }
 
     fn drop_subtree(&mut self, root: u32, dropped: &mut Vec<u32>) {
-        let mut rest = vec![root];
-        while let Some(id) = rest.pop() {
+        let mut rest = Vec::new();
+        let mut next = Some(root);
+        while let Some(id) = next {
             let node = &mut self.nodes[id as usize];
             let (hash, mut block, mut child) = (node.hash, node.block, node.child);
             node.key = None;
@@ -270,6 +272,7 @@ impl Index {
                 child = self.nodes[child as usize].siblings.1;
             }
             self.free.push(id);
+            next = rest.pop();
         }
     }
 
