@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OutOfBlocks
+from ..errors import OutOfBlocks, OutOfTables
 from .contents import contents
 from .machine import Machine
 from .metrics import Totals
@@ -137,7 +137,7 @@ class Serving:
             return False
         try:
             sequence = self._mmu.open(known)
-        except OutOfBlocks as error:
+        except (OutOfBlocks, OutOfTables) as error:
             if self._running.n:
                 self._head_must_wait = True
                 return False
@@ -213,7 +213,7 @@ class Serving:
                 self._mmu.prepare(
                     step, running.ids[:n], self._machine.tables, lens, running.tokens[following]
                 )
-            except OutOfBlocks:
+            except (OutOfBlocks, OutOfTables):
                 # Nothing is scheduled, and the step must be over before blocks that the victim
                 # gives back can be claimed: until then they would be fenced.
                 self._mmu.end_step(step)
