@@ -124,6 +124,7 @@ def test_version_and_help_are_no_errors() -> None:
     assert done.returncode == 0
     assert "--one-at-a-time" in done.stdout
     assert "sabotage" not in done.stdout
+    assert "90000" in done.stdout
 
 
 # -- a check failed ------------------------------------------------------------------------
@@ -215,6 +216,22 @@ def test_an_output_that_cannot_be_written_is_said_before_the_run(tmp_path: Path)
         assert f"--json: {file} cannot be written" in done.stderr
     kvmmu("replay", tmp_path / "missing", "--json", tmp_path / "r.json")
     assert not (tmp_path / "r.json").exists(), "the check leaves no file behind"
+
+
+def test_figures_are_kept_when_the_table_cannot_be_printed(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "replay", "--sample", "--limit", "5", "--json", str(file)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert "standard output cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(file.read_text())["finished"] == 5
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

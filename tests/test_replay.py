@@ -312,6 +312,15 @@ def test_a_block_that_is_held_twice_is_counted() -> None:
     assert wasted(fake, running) == 1
 
 
+def test_moves_are_counted_while_requests_change_their_rows() -> None:
+    # Every second request is long, so rows move at both ends; nothing else moves blocks.
+    requests = [(i * 0.3, 1500 if i % 2 else 40, 30 + i % 7) for i in range(40)]
+    figures = run(trace_of(requests), blocks=40_000, block_size=1, placement="scatter")
+    assert figures["finished"] == 40
+    assert 0 < figures["moved_blocks"] <= figures["committed_moves"]
+    assert figures["moved_blocks"] >= 0.9 * figures["committed_moves"]
+
+
 # -- options -------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def _doctor() -> None:
     """What is installed, what is missing, and which extra brings it."""
     with _exit_codes():
         findings = doctor.examine()
-        rich.console.Console().print(doctor.table(findings))
+        _print(doctor.table(findings))
         if any(finding.failed for finding in findings):
             raise typer.Exit(CHECK_FAILED)
 
@@ -106,7 +106,9 @@ def _replay(
     ] = None,
     blocks: Annotated[
         int | None,
-        typer.Option(help=f"Blocks of the pool. [default: {BLOCKS}; sample: {BLOCKS_FOR_SAMPLE}]"),
+        typer.Option(
+            help=f"Blocks of the pool ({BLOCKS}, of the small sample {BLOCKS_FOR_SAMPLE})."
+        ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
     compaction: Annotated[Switch, typer.Option(help="Move blocks between steps.")] = Switch.on,
@@ -134,7 +136,7 @@ def _replay(
     ] = False,
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second of a sample. [default: 8; article: 5.63]"),
+        typer.Option(help="Requests a second of a sample (8, of 'article' 5.63)."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes of arrivals in '--sample article'.")] = 10,
     verify: Annotated[
@@ -186,10 +188,10 @@ def _replay(
                 return stopped()
 
             figures = run_replay(requests, options, watch=watch, say=_complain)
-        if not quiet:
-            rich.console.Console(highlight=False).print(table(figures))
         if json_file is not None:
             _write(json_file, figures)
+        if not quiet:
+            _print(table(figures))
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
         if figures["mismatches"] or figures["wasted_blocks"]:
@@ -253,6 +255,14 @@ def _exit_codes() -> Iterator[None]:
 
 def _complain(sentence: str) -> None:
     print(f"kvmmu: {sentence}", file=sys.stderr, flush=True)
+
+
+def _print(what: rich.console.RenderableType) -> None:
+    try:
+        rich.console.Console(highlight=False).print(what)
+        sys.stdout.flush()
+    except OSError as error:
+        raise InvalidConfig(f"the standard output cannot be written: {error.strerror}") from None
 
 
 def _check_writable(file: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import OutOfBlocks
+from ..errors import OutOfBlocks, OutOfTables
 from .contents import contents
 from .machine import Machine
 from .metrics import Totals
@@ -74,7 +74,7 @@ class Alone:
         tokens = self._tokens.request(request)[:positions]
         try:
             sequence = mmu.open(tokens[:prompt])
-        except OutOfBlocks as error:
+        except (OutOfBlocks, OutOfTables) as error:
             totals.refuse(request, str(error))
             return
         found = mmu.cached_tokens(sequence)

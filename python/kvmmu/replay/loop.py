@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OutOfBlocks
+from ..errors import OutOfBlocks, OutOfTables
 from .contents import contents
 from .machine import Machine
 from .metrics import Totals
 from .options import Options
 from .policy import Policy
-from .running import Running
+from .running import LONG, Running
 from .seen import SeenRows
 from .sharing import wasted
 from .tokens import Tokens
@@ -81,9 +81,10 @@ class Serving:
         self._waiting: deque[_Waiting] = deque()
         self._head_must_wait = False
         self._running = Running(machine.block_table.shape[0])
-        self._seen = (
-            SeenRows(machine.block_table, machine.null_block) if self._policy.compacts() else None
-        )
+        self._seen: SeenRows | None = None
+        if self._policy.compacts():
+            self._seen = SeenRows(machine.block_table, machine.null_block)
+            self._running.on_move = self._seen.move_row
 
     def run(self) -> None:
         """Until every request has finished or was refused, or ``watch`` says stop."""
@@ -136,7 +137,7 @@ class Serving:
             return False
         try:
             sequence = self._mmu.open(known)
-        except OutOfBlocks as error:
+        except (OutOfBlocks, OutOfTables) as error:
             if self._running.n:
                 self._head_must_wait = True
                 return False
@@ -212,17 +213,25 @@ class Serving:
                 self._mmu.prepare(
                     step, running.ids[:n], self._machine.tables, lens, running.tokens[following]
                 )
-            except OutOfBlocks:
+            except (OutOfBlocks, OutOfTables):
                 # Nothing is scheduled, and the step must be over before blocks that the victim
                 # gives back can be claimed: until then they would be fenced.
                 self._mmu.end_step(step)
                 self._preempt()
                 continue
-            if self._seen is not None:
-                blocks = -(-running.longest() // self._options.block_size)
-                self._totals.moved_blocks += self._seen.moved(n, blocks)
+            self._look_for_moves()
             return step, lens
         return None
+
+    def _look_for_moves(self) -> None:
+        if self._seen is None:
+            return
+        running = self._running
+        blocks = -(-running.longest() // self._options.block_size)
+        moved = self._seen.moved(running.n_long, running.n, min(blocks, LONG))
+        if running.n_long:
+            moved |= self._seen.moved(0, running.n_long, blocks)
+        self._totals.moved_blocks += len(moved)
 
     def _decode(self) -> None:
         """Every row writes the token that it generated last, and generates the next."""
@@ -264,7 +273,7 @@ class Serving:
 
     def _finish(self) -> None:
         running, n = self._running, self._running.n
-        done = np.flatnonzero(running.position[:n] >= running.target[:n]).tolist()
+        done = (running.position[:n] >= running.target[:n]).nonzero()[0].tolist()
         if not done:
             return
         self._head_must_wait = False
@@ -274,15 +283,9 @@ class Serving:
                 self._verifier.whole(
                     row, int(running.ids[row]), int(running.request[row]), running.expected(row)
                 )
-        for row in reversed(done):  # from the end: the last row moves into the gap
-            self._close(row)
-
-    def _close(self, row: int) -> None:
-        running = self._running
-        self._mmu.close(int(running.ids[row]))
-        running.remove(row)
-        if self._seen is not None:
-            self._seen.remove(row, running.n)
+        for row in reversed(done):  # from the end: a row behind moves into the gap
+            self._mmu.close(int(running.ids[row]))
+            running.remove(row)
 
     def _preempt(self) -> None:
         """Throws one request out. What it generated becomes part of its prompt."""
@@ -290,7 +293,8 @@ class Serving:
         row = self._policy.victim(running)
         request, position = int(running.request[row]), int(running.position[row])
         known, alone = int(running.known[row]), running.n == 1
-        self._close(row)
+        self._mmu.close(int(running.ids[row]))
+        running.remove(row)
         self._head_must_wait = False
         if alone:
             totals.refuse(request, "out of blocks although nothing else runs")

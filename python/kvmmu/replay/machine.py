@@ -26,7 +26,7 @@ __all__ = ["Machine"]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
-MAX_TABLE_ENTRIES = 1 << 28
+MAX_TABLE_ENTRIES = 1 << 27
 _METADATA_BYTES = 32
 """Generous guess of what the MMU itself keeps for a block."""
 
@@ -42,7 +42,7 @@ class Machine:
 
     Raises:
         InvalidConfig: when this would not fit into the machine's memory, or the block table would
-            be larger than 1 GiB.
+            be larger than 512 MiB.
     """
 
     def __init__(self, options: Options, *, rows: int, longest: int, slots: int) -> None:

@@ -3,8 +3,9 @@
 What lives here: :class:`Running`, one column a quantity, and the arena with the tokens and the
 expected contents of every running request. What never lives here: policy, the MMU.
 
-Rows are kept dense: the last one moves into the place of one that ends. A decode step is then a
-few whole-array operations, and no Python runs once a request.
+Rows are kept dense, those of long requests first: another row moves into the place of one that
+ends. A decode step is then a few whole-array operations, no Python runs once a request, and whoever
+looks at whole rows does not look at the padding behind the short ones.
 
 Of a request with a prompt of P tokens that generates G, positions 0 .. P+G-2 get written: the
 last token that it generates is never computed on. ``known`` tokens are handed over when it is
@@ -14,13 +15,17 @@ last of them generates a token, and so does each decode step after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Running"]
+__all__ = ["LONG", "Running"]
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
+LONG = 1024
+"""Blocks above which a request counts as long."""
 _COLUMNS = ("ids", "request", "base", "position", "known", "target", "owner")
 
 
@@ -29,6 +34,7 @@ class Running:
 
     Attributes:
         n: how many.
+        n_long: how many of them, at the front, are long.
         ids: sequence ids of the MMU, int64.
         request: index in the trace.
         base: where its tokens and contents begin in the arena.
@@ -39,10 +45,13 @@ class Running:
         prefill_left: known tokens of all of them that are still to compute.
         tokens: the arena, int32; position p of row i is at ``base[i] + p``.
         contents: uint64, beside it.
+        on_move: told of (source, destination) when a request changes its row, and of
+            (source, None) when a row falls empty.
     """
 
     def __init__(self, rows: int) -> None:
         self.n = 0
+        self.n_long = 0
         self.rows = rows
         self.ids: I64 = np.zeros(rows, dtype=np.int64)
         self.request: I64 = np.zeros(rows, dtype=np.int64)
@@ -57,6 +66,8 @@ class Running:
         self._top = 0
         self._owners = 0
         self._longest: int | None = 0
+        self._columns: tuple[I64, ...] = tuple(getattr(self, name) for name in _COLUMNS)
+        self.on_move: Callable[[int, int | None], None] = lambda source, destination: None
 
     def add(
         self,
@@ -69,13 +80,18 @@ class Running:
         contents: U64,
         blocks: int,
     ) -> None:
-        """A request gets the next row. ``found`` of its tokens were cached; ``tokens`` and
-        ``contents`` cover every position that it will ever write, ``blocks`` blocks."""
+        """A request gets a row. ``found`` of its tokens were cached; ``tokens`` and ``contents``
+        cover every position that it will ever write, ``blocks`` blocks."""
         size = len(tokens)
         base = self._reserve(size)
         self.tokens[base : base + size] = tokens
         self.contents[base : base + size] = contents
         row = self.n
+        if blocks > LONG:
+            row = self.n_long
+            self._move(row, self.n)
+            self.on_move(row, None)
+            self.n_long += 1
         self.ids[row] = sequence
         self.request[row] = request
         self.base[row] = base
@@ -90,19 +106,26 @@ class Running:
         self.n += 1
 
     def remove(self, row: int) -> None:
-        """The last row takes the place of this one."""
-        last = self.n - 1
+        """A request gives its row up."""
         self.prefill_left -= max(0, int(self.known[row] - self.position[row]))
         if self.target[row] == self._longest:
             self._longest = None
-        if row != last:
-            for name in _COLUMNS:
-                column = getattr(self, name)
-                column[row] = column[last]
-        self.n = last
+        if row < self.n_long:
+            self.n_long -= 1
+            self._move(self.n_long, row)
+            row = self.n_long
+        self.n -= 1
+        self._move(self.n, row)
+        self.on_move(self.n, None)
+
+    def _move(self, source: int, destination: int) -> None:
+        if source != destination:
+            for column in self._columns:
+                column[destination] = column[source]
+            self.on_move(source, destination)
 
     def longest(self) -> int:
-        """Most positions that one of them will have written."""
+        """Most positions that one of them will have written when it ends."""
         if self._longest is None:
             self._longest = int(self.target[: self.n].max(initial=0))
         return self._longest

@@ -32,26 +32,29 @@ class SeenRows:
         self._table_pairs = table.view(np.uint64)
         self._seen_pairs = self._seen.view(np.uint64)
 
-    def remove(self, row: int, last: int) -> None:
-        """The request of a row has ended and the last row takes its place."""
-        self._seen[row] = self._seen[last]
-        self._seen[last] = self._null
+    def move_row(self, source: int, destination: int | None) -> None:
+        """A request has changed its row, or (None) its row fell empty."""
+        if destination is None:
+            self._seen[source] = self._null
+        else:
+            self._seen[destination] = self._seen[source]
 
-    def moved(self, rows: int, blocks: int) -> int:
-        """Looks at the first rows, up to so many blocks, right after an export.
+    def moved(self, first: int, end: int, blocks: int) -> set[tuple[int, int]]:
+        """Looks at rows ``first .. end - 1``, up to so many blocks, right after an export.
 
         Returns:
-            how many distinct (old, new) pairs of blocks have come in place of each other since
+            the distinct (old, new) pairs of blocks that have come in place of each other since
             the last look.
         """
         width = (blocks + 1) // 2
-        differ = self._table_pairs[:rows, :width] != self._seen_pairs[:rows, :width]
-        where = np.flatnonzero(differ)
+        table = self._table_pairs[first:end, :width]
+        seen = self._seen_pairs[first:end, :width]
+        where = (table != seen).ravel().nonzero()[0]
         if not len(where):
-            return 0
+            return set()
         row, pair = np.divmod(where, width)
-        before, after = self._seen_pairs[row, pair], self._table_pairs[row, pair]
-        self._seen_pairs[row, pair] = after
+        before, after = seen[row, pair], table[row, pair]
+        seen[row, pair] = after
         old, new = before.view(np.int32), after.view(np.int32)
-        changed = np.flatnonzero((old != self._null) & (old != new))
-        return len(set(zip(old[changed].tolist(), new[changed].tolist(), strict=True)))
+        changed = ((old != self._null) & (old != new)).nonzero()[0]
+        return set(zip(old[changed].tolist(), new[changed].tolist(), strict=True))
