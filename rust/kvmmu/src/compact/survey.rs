@@ -1,0 +1,219 @@
+//! Reads the state for measuring and planning, and decides when to plan by itself.
+
+use super::{measure, plan};
+use crate::error::{Error, Result};
+use crate::state::Mmu;
+use crate::sync::{Ordering, lock};
+
+/// How scattered memory is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measure {
+    /// Runs of empty blocks.
+    pub empty: measure::Runs,
+    /// Runs of available blocks.
+    pub available: measure::Runs,
+    /// Open sequences that have blocks.
+    pub sequences: u32,
+    /// Their runs, added up.
+    pub runs: u64,
+    /// Token places in last blocks that no token takes.
+    pub unused_slots: u64,
+}
+
+impl Measure {
+    /// 1 - largest run / count, over empty blocks.
+    pub fn ratio_empty(&self) -> f64 {
+        measure::ratio(self.empty.largest, self.empty.total)
+    }
+
+    /// 1 - largest run / count, over available blocks.
+    pub fn ratio_available(&self) -> f64 {
+        measure::ratio(self.available.largest, self.available.total)
+    }
+
+    /// Mean runs of a sequence that has blocks.
+    pub fn runs_per_sequence(&self) -> f64 {
+        if self.sequences == 0 {
+            0.0
+        } else {
+            self.runs as f64 / f64::from(self.sequences)
+        }
+    }
+}
+
+/// What a plan is for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Goal {
+    /// One run of so many available blocks.
+    FreeRun(u32),
+    /// A fragmentation ratio over available blocks below this.
+    Below(f64),
+}
+
+/// Proposed moves with their expected effect; a plain value.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    pub(super) uid: u64,
+    /// What it is for.
+    pub goal: Goal,
+    /// (source, destination) of every move.
+    pub pairs: Vec<[u32; 2]>,
+    /// Moves still to make after these; 0 when they reach the goal.
+    pub remaining: u32,
+    /// Whether the goal is reached after these moves.
+    pub complete: bool,
+    /// Largest run of available blocks after them.
+    pub predicted_run: u32,
+    /// Ratio over available blocks after them.
+    pub predicted_ratio: f64,
+}
+
+impl Mmu {
+    /// How scattered memory is now.
+    pub fn measure(&self) -> Measure {
+        let _rest = self.rest();
+        let n = self.config.num_blocks;
+        let mut measure = Measure {
+            empty: measure::runs(&self.pool.empty_bits(), n),
+            available: measure::runs(&self.pool.available_bits(), n),
+            sequences: 0,
+            runs: 0,
+            unused_slots: 0,
+        };
+        let size = self.config.block_size;
+        for (_, cell) in self.used_slots() {
+            let sequence = lock(cell);
+            if sequence.open && sequence.tokens > 0 {
+                measure.sequences += 1;
+                measure.runs += u64::from(sequence.runs);
+                let places = u64::from(self.blocks_for(sequence.tokens)) * u64::from(size);
+                measure.unused_slots += places - u64::from(sequence.tokens);
+            }
+        }
+        measure
+    }
+
+    /// A plan towards one run of `n` available blocks by the fewest moves, at most `max_moves` now.
+    pub fn plan_free_run(&self, n: u32, max_moves: u32) -> Result<Plan> {
+        let num_blocks = u64::from(self.config.num_blocks);
+        let found = self.survey(|snapshot, lru| plan::free_run(snapshot, n, max_moves, lru));
+        match found {
+            Ok(planned) => Ok(self.plan(Goal::FreeRun(n), planned, |p| p.predicted_run >= n)),
+            Err(plan::Impossible::TooFewAvailable { need, available }) => Err(Error::OutOfBlocks {
+                needed: u64::from(need),
+                available: u64::from(available),
+                num_blocks,
+            }),
+            Err(plan::Impossible::NoSpan { need, largest_span }) => Err(Error::Fragmented {
+                needed: u64::from(need),
+                largest_run: u64::from(largest_span),
+                available: u64::from(self.states().available),
+                num_blocks,
+            }),
+        }
+    }
+
+    /// A plan towards a fragmentation ratio over available blocks below `ratio`.
+    pub fn plan_below(&self, ratio: f64, max_moves: u32) -> Result<Plan> {
+        if !(0.0..=1.0).contains(&ratio) {
+            return Err(Error::InvalidConfig(format!(
+                "ratio = {ratio}: allowed is 0 to 1"
+            )));
+        }
+        let planned = self.survey(|snapshot, lru| plan::below(snapshot, ratio, max_moves, lru));
+        Ok(self.plan(Goal::Below(ratio), planned, |p| p.predicted_ratio < ratio))
+    }
+
+    /// The default trigger: a plan of at most `budget_blocks` moves once the ratio over available
+    /// blocks has passed `compaction_start`, until it has fallen below `compaction_stop`.
+    pub fn plan_compaction(&self) -> Option<Plan> {
+        let ratio = {
+            let _rest = self.rest();
+            let runs = measure::runs(&self.pool.available_bits(), self.config.num_blocks);
+            measure::ratio(runs.largest, runs.total)
+        };
+        if ratio > self.config.compaction_start {
+            self.compacting.store(1, Ordering::Relaxed);
+        } else if ratio < self.config.compaction_stop {
+            self.compacting.store(0, Ordering::Relaxed);
+        }
+        if self.compacting.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let (stop, budget) = (self.config.compaction_stop, self.config.budget_blocks);
+        let planned = self.survey(|snapshot, lru| plan::below(snapshot, stop, budget, lru));
+        let plan = self.plan(Goal::Below(stop), planned, |p| p.predicted_ratio < stop);
+        (!plan.pairs.is_empty()).then_some(plan)
+    }
+
+    fn plan(
+        &self,
+        goal: Goal,
+        planned: plan::Planned,
+        reached: impl FnOnce(&plan::Planned) -> bool,
+    ) -> Plan {
+        let complete = planned.remaining == 0 && reached(&planned);
+        Plan {
+            uid: self.uid,
+            goal,
+            complete,
+            remaining: planned.remaining,
+            predicted_run: planned.predicted_run,
+            predicted_ratio: planned.predicted_ratio,
+            pairs: planned.pairs,
+        }
+    }
+
+    /// Shows the state at rest to a planner.
+    fn survey<T>(
+        &self,
+        planner: impl FnOnce(&plan::Snapshot<'_>, &mut dyn Iterator<Item = u32>) -> T,
+    ) -> T {
+        let _rest = self.rest();
+        let shared = self.shared();
+        let mut movable = self.pool.movable_bits();
+        self.remove_unsettled(&mut movable);
+        let mut cached = self.pool.evictable_bits();
+        // Fenced blocks will be empty when their steps have ended. They are not offered as
+        // destinations, but a run may be planned over them; else the run that a pass has just
+        // emptied would look occupied to the next pass.
+        shared
+            .fenced_blocks()
+            .for_each(|block| set(&mut cached, block, true));
+        let empty = self.pool.empty_bits();
+        let snapshot = plan::Snapshot {
+            num_blocks: self.config.num_blocks,
+            empty: &empty,
+            cached: &cached,
+            movable: &movable,
+        };
+        let mut oldest = shared
+            .index
+            .oldest()
+            .filter(|&block| self.pool.is_evictable(block));
+        planner(&snapshot, &mut oldest)
+    }
+
+    /// Blocks that a step in flight is writing stay where they are.
+    fn remove_unsettled(&self, movable: &mut [u64]) {
+        for (_, cell) in self.used_slots() {
+            let sequence = lock(cell);
+            if sequence.open && sequence.written < sequence.scheduled {
+                let first = sequence.written / self.config.block_size;
+                let last = self.blocks_for(sequence.scheduled);
+                for block in self.table.blocks(sequence.space, first, last) {
+                    set(movable, block, false);
+                }
+            }
+        }
+    }
+}
+
+fn set(bits: &mut [u64], block: u32, on: bool) {
+    let (at, bit) = ((block / 64) as usize, 1 << (block % 64));
+    if on {
+        bits[at] |= bit
+    } else {
+        bits[at] &= !bit
+    }
+}

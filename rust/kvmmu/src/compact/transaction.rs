@@ -1,0 +1,231 @@
+//! The transaction of moves: `begin`, then somebody copies, then `commit` or `abort`.
+//!
+//! ```text
+//!                 begin              copy            commit                    abort
+//!  source         in use / cached ...................  fenced or empty          as it was
+//!                 + a reference                                                 - the reference
+//!  destination    empty (or evicted) -> destined ....  what the source was      empty
+//! ```
+//!
+//! - `begin` looks at every move again: a source that is no longer what the plan saw (freed,
+//!   pinned, about to be written by a step in flight, moving already) or a destination that was
+//!   taken is left out.
+//! - A source that is written in place, copied on write by its last holder or pinned while it is
+//!   being copied drops out of the commit ([`Mmu::drop_move`]); one that was freed has only the
+//!   move's reference left at the commit, and is emptied.
+//! - Each verb writes the gate, so no sequence and no export sees half of a commit. Every mapping
+//!   is repointed by a compare-and-swap all the same, and a mapping that does not say what the
+//!   reverse map promised is a fault of the core.
+//! - Steps in flight may still read sources by their old rows, so sources stay fenced until those
+//!   have ended.
+
+use super::{Moves, Plan};
+use crate::error::{Error, Result};
+use crate::pool::{State, Word};
+use crate::state::{Mmu, Move, Shared, Vbn};
+use crate::stats::count;
+use crate::sync::lock;
+
+impl Mmu {
+    /// Destines blocks and takes a reference on sources. Moves that are no longer possible are left
+    /// out.
+    pub fn begin(&self, plan: &Plan) -> Result<Moves> {
+        if plan.uid != self.uid {
+            return Err(Error::InvalidPlan(
+                "the plan was made by another manager".into(),
+            ));
+        }
+        let _rest = self.rest();
+        let mut shared = self.shared();
+        let epoch = shared.next_epoch;
+        shared.next_epoch += 1;
+        let mut moves = Vec::with_capacity(plan.pairs.len());
+        for &[source, destination] in &plan.pairs {
+            if !self.may_move(&shared, source) || !self.take_destination(&mut shared, destination) {
+                continue;
+            }
+            if !self.may_move(&shared, source) {
+                // It stood in the prefix index behind the block that was just evicted.
+                self.pool.give(&[destination]);
+                continue;
+            }
+            let word = self.pool.word(source);
+            self.pool.set_word(source, word.move_begun());
+            self.pool.set_evictable(source, false);
+            self.pool.set_stuck(source, true);
+            self.pool.set_word(destination, Word::DESTINED);
+            self.pool.set_stuck(destination, true);
+            shared.moving.insert(source, (epoch, moves.len()));
+            moves.push(Move {
+                source,
+                destination,
+                dropped: false,
+            });
+        }
+        count(&self.stats.moves_begun, moves.len());
+        let pairs = moves.iter().map(|m| [m.source, m.destination]).collect();
+        shared.transactions.insert(epoch, moves);
+        Ok(Moves { epoch, pairs })
+    }
+
+    fn may_move(&self, shared: &Shared, block: u32) -> bool {
+        match self.pool.state(block) {
+            State::Cached => !self.pool.is_stuck(block),
+            State::InUse => !self.pool.is_stuck(block) && !self.is_unsettled(shared, block),
+            _ => false,
+        }
+    }
+
+    /// Whether a step in flight is about to write the block.
+    fn is_unsettled(&self, shared: &Shared, block: u32) -> bool {
+        let mut mappings = Vec::new();
+        self.reverse.mappings(&shared.chains, block, &mut mappings);
+        mappings.iter().any(|vbn| {
+            let sequence = lock(&self.slots[vbn.slot() as usize]);
+            let first = sequence.written / self.config.block_size;
+            let last = self.blocks_for(sequence.scheduled);
+            sequence.written < sequence.scheduled && (first..last).contains(&vbn.index())
+        })
+    }
+
+    fn take_destination(&self, shared: &mut Shared, block: u32) -> bool {
+        if self.pool.is_evictable(block) {
+            let mut spare = Vec::new();
+            self.evict_block(shared, block, &mut spare);
+            self.pool.give(&spare);
+            return true;
+        }
+        self.pool.take_exact(block)
+    }
+
+    /// The transaction that `moves` stands for.
+    fn finish(&self, shared: &mut Shared, moves: &Moves) -> Result<Vec<Move>> {
+        let Some(begun) = shared.transactions.get(&moves.epoch) else {
+            let epoch = moves.epoch;
+            return Err(Error::InvalidPlan(format!(
+                "epoch {epoch} was never begun, or is committed or aborted already"
+            )));
+        };
+        if !begun
+            .iter()
+            .map(|m| [m.source, m.destination])
+            .eq(moves.pairs.iter().copied())
+        {
+            let epoch = moves.epoch;
+            return Err(Error::InvalidPlan(format!(
+                "the moves of epoch {epoch} are not those that were begun"
+            )));
+        }
+        Ok(shared
+            .transactions
+            .remove(&moves.epoch)
+            .expect("found above"))
+    }
+
+    /// The copies are done: repoints every mapping, the prefix index and the order of eviction.
+    /// Returns how many blocks moved; sources that were freed, written or pinned meanwhile drop
+    /// out.
+    pub fn commit(&self, moves: &Moves) -> Result<u32> {
+        let _rest = self.rest();
+        let mut shared = self.shared();
+        let begun = self.finish(&mut shared, moves)?;
+        let steps = self.steps();
+        let fence = steps.fence();
+        let mut empty = Vec::new();
+        let mut moved = 0;
+        for m in &begun {
+            let word = self.pool.word(m.source);
+            let held = word.state() == State::Cached || word.holders() > 0;
+            if m.dropped || !held {
+                self.undo(&mut shared, fence, m, &mut empty);
+                count(&self.stats.moves_dropped, 1);
+            } else {
+                self.flip(&mut shared, m, word);
+                self.pool.set_stuck(m.source, false);
+                self.let_go(&mut shared, fence, m.source, &mut empty);
+                moved += 1;
+            }
+        }
+        count(&self.stats.moves_committed, moved as usize);
+        self.pool.give(&empty);
+        Ok(moved)
+    }
+
+    /// The destination becomes what the source was.
+    fn flip(&self, shared: &mut Shared, m: &Move, word: Word) {
+        let &Move {
+            source,
+            destination,
+            ..
+        } = m;
+        shared.moving.remove(&source);
+        let mut mappings = Vec::new();
+        self.reverse.mappings(&shared.chains, source, &mut mappings);
+        for vbn in mappings {
+            self.repoint(vbn, source, destination);
+        }
+        self.reverse.transfer(source, destination);
+        self.tokens
+            .copy(source, destination, self.config.block_size as usize);
+        if word.is_published() {
+            shared.index.repoint(source, destination);
+        }
+        let cached = word.state() == State::Cached;
+        if cached && !self.stop_cooling(shared, source) {
+            shared.index.order().replace(source, destination);
+            self.pool
+                .set_word(destination, word.move_ended().expect("it is cached"));
+            self.pool.set_evictable(destination, true);
+        } else {
+            self.pool
+                .set_word(destination, word.move_ended().expect("somebody holds it"));
+            if cached {
+                // No step in flight knows the destination.
+                self.enter_order(shared, destination);
+            }
+        }
+        self.refresh_stuck(shared, destination);
+    }
+
+    fn repoint(&self, vbn: Vbn, source: u32, destination: u32) {
+        let mut sequence = lock(&self.slots[vbn.slot() as usize]);
+        let mapped = self.blocks_for(sequence.tokens);
+        self.remap(&mut sequence, mapped, vbn.index(), source, destination);
+    }
+
+    /// One move is taken back: the destination is empty again, the source loses the reference.
+    fn undo(&self, shared: &mut Shared, fence: Option<u64>, m: &Move, empty: &mut Vec<u32>) {
+        shared.moving.remove(&m.source);
+        self.pool.set_word(m.destination, Word::PRIVATE);
+        self.pool.set_stuck(m.destination, false);
+        empty.push(m.destination);
+        match self.pool.word(m.source).move_ended() {
+            Some(word) => {
+                self.pool.set_word(m.source, word);
+                let evictable = word.state() == State::Cached && !shared.is_cooling(m.source);
+                self.pool.set_evictable(m.source, evictable);
+                self.refresh_stuck(shared, m.source);
+            }
+            None => {
+                count(&self.stats.freed_blocks, 1);
+                self.let_go(shared, fence, m.source, empty);
+            }
+        }
+    }
+
+    /// Gives the destinations back. Every sequence keeps its blocks.
+    pub fn abort(&self, moves: &Moves) -> Result<()> {
+        let _rest = self.rest();
+        let mut shared = self.shared();
+        let begun = self.finish(&mut shared, moves)?;
+        let steps = self.steps();
+        let fence = steps.fence();
+        let mut empty = Vec::new();
+        for m in &begun {
+            self.undo(&mut shared, fence, m, &mut empty);
+        }
+        count(&self.stats.moves_aborted, begun.len());
+        self.pool.give(&empty);
+        Ok(())
+    }
+}

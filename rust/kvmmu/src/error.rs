@@ -1,0 +1,90 @@
+//! What can go wrong, with the numbers that decided.
+//!
+//! Every error is returned before anything has changed.
+
+use thiserror::Error;
+
+/// All errors of the core.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Not enough available blocks.
+    #[error("need {needed} blocks, {available} available of {num_blocks}")]
+    OutOfBlocks {
+        /// Blocks to claim.
+        needed: u64,
+        /// Empty blocks and cached ones that could be evicted for it.
+        available: u64,
+        /// Blocks in the pool.
+        num_blocks: u64,
+    },
+    /// Enough blocks are available, in the wrong shape.
+    #[error(
+        "need {needed} contiguous blocks, largest run {largest_run}, {available} available of {num_blocks}"
+    )]
+    Fragmented {
+        /// Length of the run that was asked for.
+        needed: u64,
+        /// Longest run that exists or could be made by moves.
+        largest_run: u64,
+        /// Available blocks.
+        available: u64,
+        /// Blocks in the pool.
+        num_blocks: u64,
+    },
+    /// The preallocated nodes of the page table, or the sequence slots, are used up.
+    #[error("out of {what}: all {capacity} are in use")]
+    OutOfTables {
+        /// Which of them.
+        what: &'static str,
+        /// How many there are.
+        capacity: u64,
+    },
+    /// No open sequence has this id.
+    #[error("unknown sequence {sequence}")]
+    UnknownSequence {
+        /// The id that was given.
+        sequence: i64,
+    },
+    /// Another thread works on the sequence, or it is listed twice in one batch.
+    #[error("sequence {sequence} is in use by another call, or listed twice in this one")]
+    ConcurrentUse {
+        /// The id that was given.
+        sequence: i64,
+    },
+    /// A fixed limit would be passed.
+    #[error("{what}: need {needed}, limit {limit}")]
+    LimitExceeded {
+        /// What the limit is on.
+        what: &'static str,
+        /// What the call needs.
+        needed: u64,
+        /// What there is.
+        limit: u64,
+    },
+    /// A setting or an argument that is not allowed.
+    #[error("{0}")]
+    InvalidConfig(String),
+    /// A block is not in a state that allows this.
+    #[error("block {block}: {reason}")]
+    InvalidBlock {
+        /// The block.
+        block: u64,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// A step that is unknown, has ended, or is used out of order.
+    #[error("step {step}: {reason}")]
+    InvalidStep {
+        /// The step.
+        step: u64,
+        /// Why not.
+        reason: String,
+    },
+    /// Moves that cannot be begun, committed or read.
+    #[error("{0}")]
+    InvalidPlan(String),
+}
+
+/// Result of every fallible call of the core.
+pub type Result<T> = std::result::Result<T, Error>;

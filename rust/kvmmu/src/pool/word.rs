@@ -1,0 +1,187 @@
+//! The state word of one block: which of the six states it is in, and how often it is held.
+//!
+//! What lives here: the bit layout and its transitions as pure functions. What never lives here:
+//! memory; [`super::Pool`] keeps the words.
+//!
+//! ```text
+//!  31..29  tag        0 in use (or empty: see below)  1 cached  2 fenced  3 destined  4 offline
+//!      28  published  the prefix index knows this block
+//!      27  moving     source of a move in flight
+//!  26..0   count      in use: references - 1 (a move in flight is one of them); else 0
+//! ```
+//!
+//! The bit of the block in the pool's lines says `empty` or not; the word says the rest and is 0
+//! for an empty block. A private block (one mapping, unpublished, not moving) has the word 0 too,
+//! so claiming and releasing it touches the line only.
+
+/// The six states. A block is in exactly one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Nobody's.
+    Empty,
+    /// Destination of a move in flight.
+    Destined,
+    /// Referenced at least once.
+    InUse,
+    /// Kept by the prefix index alone.
+    Cached,
+    /// Released, but a step in flight may still touch it.
+    Fenced,
+    /// Given back.
+    Offline,
+}
+
+const TAG_SHIFT: u32 = 29;
+const CACHED: u32 = 1 << TAG_SHIFT;
+const FENCED: u32 = 2 << TAG_SHIFT;
+const DESTINED: u32 = 3 << TAG_SHIFT;
+const OFFLINE: u32 = 4 << TAG_SHIFT;
+const PUBLISHED: u32 = 1 << 28;
+const MOVING: u32 = 1 << 27;
+const COUNT: u32 = MOVING - 1;
+
+/// Most references of one block.
+pub const MAX_REFERENCES: u32 = COUNT;
+
+/// One state word, by value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Word(pub(crate) u32);
+
+impl Word {
+    /// One mapping, nobody else knows it.
+    pub(crate) const PRIVATE: Word = Word(0);
+    pub(crate) const FENCED: Word = Word(FENCED);
+    pub(crate) const DESTINED: Word = Word(DESTINED);
+
+    /// State of a block whose line bit is set.
+    pub(crate) fn state(self) -> State {
+        match self.0 & (7 << TAG_SHIFT) {
+            0 => State::InUse,
+            CACHED => State::Cached,
+            FENCED => State::Fenced,
+            DESTINED => State::Destined,
+            OFFLINE => State::Offline,
+            tag => unreachable!("tag {tag:#x} of a block word"),
+        }
+    }
+
+    pub(crate) fn is_published(self) -> bool {
+        self.0 & PUBLISHED != 0
+    }
+
+    pub(crate) fn is_moving(self) -> bool {
+        self.0 & MOVING != 0
+    }
+
+    /// Mappings, pins and moves (0 unless in use; a cached block under a move has 1).
+    pub(crate) fn references(self) -> u32 {
+        match self.state() {
+            State::InUse => (self.0 & COUNT) + 1,
+            State::Cached => u32::from(self.is_moving()),
+            _ => 0,
+        }
+    }
+
+    /// Mappings and pins.
+    pub(crate) fn holders(self) -> u32 {
+        self.references() - u32::from(self.is_moving())
+    }
+
+    /// One more holder; a cached block comes back into use. `None` when the count is full.
+    pub(crate) fn retained(self) -> Option<Word> {
+        match self.state() {
+            // The move's reference enters the count when the block comes back into use.
+            State::Cached => Some(Word(
+                (self.0 & (PUBLISHED | MOVING)) + u32::from(self.is_moving()),
+            )),
+            State::InUse if self.references() < MAX_REFERENCES => Some(Word(self.0 + 1)),
+            _ => None,
+        }
+    }
+
+    /// One holder less. `None`: it was the last reference and the block is the caller's to empty
+    /// or fence.
+    pub(crate) fn released(self) -> Option<Word> {
+        debug_assert!(self.state() == State::InUse && self.holders() > 0);
+        match (self.holders(), self.is_published()) {
+            (1, true) => Some(Word(CACHED | (self.0 & (PUBLISHED | MOVING)))),
+            (1, false) if !self.is_moving() => None,
+            _ => Some(Word(self.0 - 1)),
+        }
+    }
+
+    pub(crate) fn published(self) -> Word {
+        debug_assert!(self.state() == State::InUse);
+        Word(self.0 | PUBLISHED)
+    }
+
+    /// The prefix index forgets it. `None`: nothing else kept it.
+    pub(crate) fn withdrawn(self) -> Option<Word> {
+        match (self.state(), self.is_moving()) {
+            (State::Cached, false) => None,
+            // Only the move keeps it now: in use by that one reference.
+            (State::Cached, true) => Some(Word(MOVING)),
+            _ => Some(Word(self.0 & !PUBLISHED)),
+        }
+    }
+
+    /// Becomes the source of a move.
+    pub(crate) fn move_begun(self) -> Word {
+        debug_assert!(!self.is_moving());
+        match self.state() {
+            State::Cached => Word(self.0 | MOVING),
+            State::InUse => Word((self.0 | MOVING) + 1),
+            state => unreachable!("a {state:?} block cannot begin to move"),
+        }
+    }
+
+    /// The move's reference is given back. `None`: nothing else kept it.
+    pub(crate) fn move_ended(self) -> Option<Word> {
+        debug_assert!(self.is_moving());
+        match self.state() {
+            State::Cached => Some(Word(self.0 & !MOVING)),
+            _ if self.holders() == 0 => None,
+            _ => Some(Word((self.0 & !MOVING) - 1)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_counts_holders_and_the_move_apart() {
+        let word = Word::PRIVATE.retained().unwrap().published().move_begun();
+        assert_eq!((word.references(), word.holders()), (3, 2));
+        let word = word.released().unwrap().released().unwrap();
+        assert_eq!((word.state(), word.references()), (State::Cached, 1));
+        let word = word.retained().unwrap();
+        assert_eq!(
+            (word.state(), word.references(), word.holders()),
+            (State::InUse, 2, 1)
+        );
+        assert_eq!(word.move_ended().unwrap(), Word::PRIVATE.published());
+    }
+
+    #[test]
+    fn the_last_reference_leaves_nothing_behind() {
+        assert_eq!(Word::PRIVATE.released(), None);
+        let moving = Word::PRIVATE.move_begun().released().unwrap();
+        assert_eq!(
+            (moving.state(), moving.references(), moving.holders()),
+            (State::InUse, 1, 0)
+        );
+        assert_eq!(moving.move_ended(), None);
+        let cached = Word::PRIVATE.published().released().unwrap();
+        assert_eq!(cached.withdrawn(), None);
+        assert_eq!(cached.move_begun().withdrawn().unwrap().references(), 1);
+    }
+
+    #[test]
+    fn a_full_count_refuses_one_more() {
+        let full = Word(MAX_REFERENCES - 1);
+        assert_eq!(full.references(), MAX_REFERENCES);
+        assert_eq!(full.retained(), None);
+    }
+}

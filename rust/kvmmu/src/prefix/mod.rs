@@ -1,0 +1,448 @@
+//! The prefix index: which full blocks hold which tokens behind which prefix, and in which order
+//! cached ones are evicted.
+//!
+//! What lives here: a tree of prefixes (one node a distinct block content behind a distinct parent,
+//! found by its chained hash), the blocks that hold each, and the eviction order. What never lives
+//! here: reference counts, states, sequences.
+//!
+//! - A node is compared, never trusted by hash: parent node, tokens and key must be equal.
+//! - Several blocks may hold the same content (two sequences computed it at once); they hang on one
+//!   node, and losing one leaves the others matched.
+//! - When a node loses its last block, nothing behind it can be found any more, so its whole subtree
+//!   leaves the index with it and is reported to the caller.
+//!
+//! All of it stands behind the shared lock of [`crate::state::Mmu`].
+
+mod hash;
+mod order;
+mod tokens;
+
+use hashbrown::HashTable;
+
+pub use hash::Keys;
+use hash::{ROOT_HASH, chain};
+use order::Order;
+pub(crate) use tokens::Tokens;
+
+const NONE: u32 = u32::MAX;
+
+#[derive(Debug)]
+struct Node {
+    hash: u128,
+    key: Option<Box<[u8]>>,
+    parent: u32,
+    /// First of the blocks with this content; the others follow in `Index::next`.
+    block: u32,
+    child: u32,
+    /// Siblings: (previous, next).
+    siblings: (u32, u32),
+}
+
+/// The prefix index.
+#[derive(Debug)]
+pub(crate) struct Index {
+    block_size: usize,
+    nodes: Vec<Node>,
+    free: Vec<u32>,
+    by_hash: HashTable<u32>,
+    /// Node of a block, `NONE` unless published.
+    node_of: Box<[u32]>,
+    /// Next block with the same content.
+    next: Box<[u32]>,
+    order: Order,
+    scratch: Vec<u8>,
+    tokens: Vec<i32>,
+    /// All ones; tests clear bits to force collisions.
+    hash_mask: u128,
+}
+
+impl Index {
+    /// An index over `num_blocks` blocks; 0 when prefixes are not cached.
+    pub(crate) fn new(num_blocks: u32, block_size: u32) -> Self {
+        let n = num_blocks as usize;
+        Self {
+            block_size: block_size as usize,
+            nodes: Vec::new(),
+            free: Vec::new(),
+            by_hash: HashTable::new(),
+            node_of: vec![NONE; n].into(),
+            next: vec![NONE; n].into(),
+            order: Order::new(n),
+            scratch: Vec::new(),
+            tokens: Vec::new(),
+            hash_mask: !0,
+        }
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
+        !self.node_of.is_empty()
+    }
+
+    fn children_of(&self, parent: u32) -> u32 {
+        if parent == NONE {
+            NONE
+        } else {
+            self.nodes[parent as usize].child
+        }
+    }
+
+    fn find(
+        &self,
+        store: &Tokens,
+        hash: u128,
+        parent: u32,
+        tokens: &[i32],
+        key: Option<&[u8]>,
+    ) -> Option<u32> {
+        let found = self.by_hash.find(hash as u64, |&id| {
+            let node = &self.nodes[id as usize];
+            node.hash == hash
+                && node.parent == parent
+                && node.key.as_deref() == key
+                && store.equal(node.block, tokens)
+        });
+        found.copied()
+    }
+
+    /// The blocks that hold the longest cached prefix of `tokens`, at most `limit` of them.
+    pub(crate) fn walk(
+        &mut self,
+        store: &Tokens,
+        tokens: &[i32],
+        keys: &Keys,
+        limit: usize,
+    ) -> Vec<u32> {
+        let mut found = Vec::new();
+        if !self.is_on() {
+            return found;
+        }
+        let (mut parent, mut hash) = (NONE, ROOT_HASH);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        for (index, tokens) in (0..).zip(tokens.chunks_exact(self.block_size)).take(limit) {
+            let key = keys.of(index);
+            hash = chain(hash, tokens, key.as_deref(), &mut scratch) & self.hash_mask;
+            match self.find(store, hash, parent, tokens, key.as_deref()) {
+                Some(node) => parent = node,
+                None => break,
+            }
+            found.push(self.nodes[parent as usize].block);
+        }
+        self.scratch = scratch;
+        found
+    }
+
+    pub(crate) fn is_published(&self, block: u32) -> bool {
+        self.is_on() && self.node_of[block as usize] != NONE
+    }
+
+    /// Enters a full block behind its parent block (`None`: the first of a prompt). False, and
+    /// nothing happens, when the parent is not published itself.
+    pub(crate) fn publish(
+        &mut self,
+        store: &Tokens,
+        block: u32,
+        parent: Option<u32>,
+        key: Option<Box<[u8]>>,
+    ) -> bool {
+        debug_assert!(!self.is_published(block));
+        let (parent, hash) = match parent {
+            None => (NONE, ROOT_HASH),
+            Some(block) => match self.node_of[block as usize] {
+                NONE => return false,
+                node => (node, self.nodes[node as usize].hash),
+            },
+        };
+        let mut tokens = std::mem::take(&mut self.tokens);
+        tokens.clear();
+        store.read(block, &mut tokens);
+        let hash = chain(hash, &tokens, key.as_deref(), &mut self.scratch) & self.hash_mask;
+        let node = match self.find(store, hash, parent, &tokens, key.as_deref()) {
+            Some(node) => {
+                // A second holder of the same content goes behind the first.
+                let first = self.nodes[node as usize].block;
+                self.next[block as usize] = self.next[first as usize];
+                self.next[first as usize] = block;
+                node
+            }
+            None => {
+                self.next[block as usize] = NONE;
+                self.insert(Node {
+                    hash,
+                    key,
+                    parent,
+                    block,
+                    child: NONE,
+                    siblings: (NONE, NONE),
+                })
+            }
+        };
+        self.tokens = tokens;
+        self.node_of[block as usize] = node;
+        true
+    }
+
+    fn insert(&mut self, mut node: Node) -> u32 {
+        let (hash, parent) = (node.hash, node.parent);
+        let sibling = self.children_of(parent);
+        node.siblings = (NONE, sibling);
+        let id = match self.free.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = node;
+                id
+            }
+            None => {
+                self.nodes.push(node);
+                self.nodes.len() as u32 - 1
+            }
+        };
+        if sibling != NONE {
+            self.nodes[sibling as usize].siblings.0 = id;
+        }
+        if parent != NONE {
+            self.nodes[parent as usize].child = id;
+        }
+        let nodes = &self.nodes;
+        self.by_hash
+            .insert_unique(hash as u64, id, |&id| nodes[id as usize].hash as u64);
+        id
+    }
+
+    /// Takes a block out. If it was the last with its content, everything behind it leaves too;
+    /// those blocks are appended to `dropped`.
+    pub(crate) fn withdraw(&mut self, block: u32, dropped: &mut Vec<u32>) {
+        let node = std::mem::replace(&mut self.node_of[block as usize], NONE);
+        debug_assert_ne!(node, NONE);
+        let first = self.nodes[node as usize].block;
+        let after = self.next[block as usize];
+        if first == block {
+            self.nodes[node as usize].block = after;
+        } else {
+            let before = self.before(first, block);
+            self.next[before as usize] = after;
+        }
+        if self.nodes[node as usize].block == NONE {
+            self.unlink(node);
+            self.drop_subtree(node, dropped);
+        }
+    }
+
+    /// The block before `block` in the chain that begins at `first`.
+    fn before(&self, first: u32, block: u32) -> u32 {
+        let mut at = first;
+        while self.next[at as usize] != block {
+            at = self.next[at as usize];
+        }
+        at
+    }
+
+    fn unlink(&mut self, node: u32) {
+        let Node {
+            parent,
+            siblings: (previous, next),
+            ..
+        } = self.nodes[node as usize];
+        if previous != NONE {
+            self.nodes[previous as usize].siblings.1 = next;
+        } else if parent != NONE {
+            self.nodes[parent as usize].child = next;
+        }
+        if next != NONE {
+            self.nodes[next as usize].siblings.0 = previous;
+        }
+    }
+
+    fn drop_subtree(&mut self, root: u32, dropped: &mut Vec<u32>) {
+        let mut rest = vec![root];
+        while let Some(id) = rest.pop() {
+            let node = &mut self.nodes[id as usize];
+            let (hash, mut block, mut child) = (node.hash, node.block, node.child);
+            node.key = None;
+            if let Ok(entry) = self.by_hash.find_entry(hash as u64, |&other| other == id) {
+                entry.remove();
+            }
+            while block != NONE {
+                self.node_of[block as usize] = NONE;
+                dropped.push(block);
+                block = self.next[block as usize];
+            }
+            while child != NONE {
+                rest.push(child);
+                child = self.nodes[child as usize].siblings.1;
+            }
+            self.free.push(id);
+        }
+    }
+
+    /// A published block has moved.
+    pub(crate) fn repoint(&mut self, old: u32, new: u32) {
+        let node = std::mem::replace(&mut self.node_of[old as usize], NONE);
+        self.node_of[new as usize] = node;
+        self.next[new as usize] = self.next[old as usize];
+        let first = self.nodes[node as usize].block;
+        if first == old {
+            self.nodes[node as usize].block = new;
+        } else {
+            let before = self.before(first, old);
+            self.next[before as usize] = new;
+        }
+    }
+
+    /// The order of eviction.
+    pub(crate) fn order(&mut self) -> &mut Order {
+        &mut self.order
+    }
+
+    /// Blocks that may be evicted, least recently used first.
+    pub(crate) fn oldest(&self) -> impl Iterator<Item = u32> + '_ {
+        self.order.iter()
+    }
+
+    /// Checks that a published block can be found by its own content, and that every link agrees.
+    /// `keys` is not known for cached blocks, so the node's own key is used.
+    pub(crate) fn check(&self, store: &Tokens, block: u32) -> std::result::Result<(), String> {
+        let id = self.node_of[block as usize];
+        let node = self
+            .nodes
+            .get(id as usize)
+            .ok_or("published without a node")?;
+        let mut at = node.block;
+        while at != block {
+            if at == NONE {
+                return Err(format!(
+                    "block {block} is not in the chain of its node {id}"
+                ));
+            }
+            at = self.next[at as usize];
+        }
+        let parent_hash = if node.parent == NONE {
+            ROOT_HASH
+        } else {
+            let parent = &self.nodes[node.parent as usize];
+            if parent.block == NONE {
+                return Err(format!(
+                    "block {block} is published behind a node without a block"
+                ));
+            }
+            parent.hash
+        };
+        let mut tokens = Vec::new();
+        store.read(block, &mut tokens);
+        let hash =
+            chain(parent_hash, &tokens, node.key.as_deref(), &mut Vec::new()) & self.hash_mask;
+        if hash != node.hash {
+            return Err(format!(
+                "block {block} does not hold the tokens that it is published for"
+            ));
+        }
+        match self.find(store, hash, node.parent, &tokens, node.key.as_deref()) {
+            Some(found) if found == id => Ok(()),
+            found => Err(format!(
+                "block {block} hangs on node {id}, its content is found at {found:?}"
+            )),
+        }
+    }
+
+    /// Nodes alive, and entries by hash: equal in a sound index.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        (self.nodes.len() - self.free.len(), self.by_hash.len())
+    }
+
+    /// Forces hashes to collide.
+    #[cfg(test)]
+    pub(crate) fn mask_hashes(&mut self, mask: u128) {
+        self.hash_mask = mask;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Fixture {
+        store: Tokens,
+        index: Index,
+    }
+
+    impl Fixture {
+        fn new(mask: u128) -> Self {
+            let mut index = Index::new(16, 2);
+            index.mask_hashes(mask);
+            Self {
+                store: Tokens::new(16, 2, true),
+                index,
+            }
+        }
+        fn publish(&mut self, block: u32, parent: Option<u32>, tokens: [i32; 2]) {
+            self.store.store(block, 0, &tokens);
+            assert!(self.index.publish(&self.store, block, parent, None));
+            self.index.check(&self.store, block).unwrap();
+        }
+        fn walk(&mut self, tokens: &[i32]) -> Vec<u32> {
+            self.index.walk(&self.store, tokens, &Keys::default(), 99)
+        }
+    }
+
+    #[test]
+    fn equal_hashes_of_different_contents_never_match() {
+        let mut f = Fixture::new(0);
+        f.publish(0, None, [1, 2]);
+        f.publish(1, Some(0), [3, 4]);
+        f.publish(2, None, [7, 8]);
+        assert_eq!(f.walk(&[1, 2, 3, 4]), [0, 1]);
+        assert_eq!(f.walk(&[7, 8, 3, 4]), [2]);
+        assert_eq!(f.walk(&[3, 4]), [0; 0]);
+        assert_eq!(f.walk(&[1, 2, 3]), [0]);
+    }
+
+    #[test]
+    fn losing_one_of_two_equal_blocks_leaves_the_other_matched() {
+        for gone in [4, 5] {
+            let mut f = Fixture::new(!0);
+            f.publish(4, None, [1, 2]);
+            f.publish(5, None, [1, 2]);
+            f.publish(6, Some(5), [3, 4]);
+            let mut dropped = Vec::new();
+            f.index.withdraw(gone, &mut dropped);
+            assert_eq!(dropped, [0; 0]);
+            assert_eq!(f.walk(&[1, 2, 3, 4]), [9 - gone, 6]);
+        }
+    }
+
+    #[test]
+    fn what_stands_behind_a_lost_prefix_leaves_with_it() {
+        let mut f = Fixture::new(!0);
+        f.publish(0, None, [1, 2]);
+        f.publish(1, Some(0), [3, 4]);
+        f.publish(2, Some(0), [5, 6]);
+        f.publish(3, Some(2), [7, 8]);
+        let mut dropped = Vec::new();
+        f.index.withdraw(0, &mut dropped);
+        dropped.sort_unstable();
+        assert_eq!(dropped, [1, 2, 3]);
+        assert_eq!(f.index.counts(), (0, 0));
+        assert_eq!(f.walk(&[1, 2]), [0; 0]);
+        f.publish(0, None, [1, 2]);
+        assert_eq!(f.walk(&[1, 2, 3, 4]), [0]);
+    }
+
+    #[test]
+    fn a_moved_block_is_found_where_it_is() {
+        let mut f = Fixture::new(!0);
+        f.publish(0, None, [1, 2]);
+        f.publish(1, None, [1, 2]);
+        f.publish(2, Some(0), [3, 4]);
+        for (old, new) in [(0, 8), (1, 9), (2, 10)] {
+            f.store.copy(old, new, 2);
+            f.index.repoint(old, new);
+            f.index.check(&f.store, new).unwrap();
+        }
+        assert_eq!(f.walk(&[1, 2, 3, 4]), [8, 10]);
+    }
+
+    #[test]
+    fn a_block_behind_an_unpublished_one_is_not_published() {
+        let mut f = Fixture::new(!0);
+        assert!(!f.index.publish(&f.store, 3, Some(2), None));
+        assert!(!f.index.is_published(3));
+    }
+}

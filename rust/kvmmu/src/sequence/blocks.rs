@@ -1,0 +1,124 @@
+//! Verbs on physical blocks: `pin`, `unpin`, `evict`, `references`.
+//!
+//! They work on blocks of any sequence, so they write the gate: no sequence is in a call meanwhile.
+
+use crate::error::{Error, Result};
+use crate::pool::State;
+use crate::state::Mmu;
+
+impl Mmu {
+    fn checked(&self, block: i64) -> Result<u32> {
+        match u32::try_from(block) {
+            Ok(block) if block < self.config.num_blocks => Ok(block),
+            _ => Err(Error::InvalidBlock {
+                block: block as u64,
+                reason: "no block of this pool has that number",
+            }),
+        }
+    }
+
+    /// Takes one reference on each block, which must be in use or cached: it stays where it is and
+    /// what it is until [`Mmu::unpin`]. A block may be listed several times. All or nothing.
+    pub fn pin(&self, blocks: &[i64]) -> Result<()> {
+        let _rest = self.rest();
+        for &block in blocks {
+            let block = self.checked(block)?;
+            let pinnable = match self.pool.state(block) {
+                State::InUse => self.pool.word(block).holders() > 0,
+                state => state == State::Cached,
+            };
+            if !pinnable {
+                let reason = "only a block in use or cached can be pinned";
+                return Err(Error::InvalidBlock {
+                    block: u64::from(block),
+                    reason,
+                });
+            }
+        }
+        let mut shared = self.shared();
+        for &block in blocks {
+            let block = block as u32;
+            if self.pool.word(block).is_moving() {
+                self.drop_move(&mut shared, block);
+            }
+            self.retain(&mut shared, block, None);
+            *shared.pins.entry(block).or_insert(0) += 1;
+            self.refresh_stuck(&shared, block);
+        }
+        Ok(())
+    }
+
+    /// Gives references of [`Mmu::pin`] back. All or nothing.
+    pub fn unpin(&self, blocks: &[i64]) -> Result<()> {
+        let _rest = self.rest();
+        let mut shared = self.shared();
+        let mut wanted = std::collections::HashMap::new();
+        for &block in blocks {
+            let block = self.checked(block)?;
+            let wanted: &mut u32 = wanted.entry(block).or_insert(0);
+            *wanted += 1;
+            if shared.pins.get(&block).is_none_or(|pins| pins < wanted) {
+                let reason = "it has fewer pins than are given back";
+                return Err(Error::InvalidBlock {
+                    block: u64::from(block),
+                    reason,
+                });
+            }
+        }
+        let steps = self.steps();
+        let mut empty = Vec::new();
+        for &block in blocks {
+            let block = block as u32;
+            let pins = shared.pins.get_mut(&block).expect("counted above");
+            *pins -= 1;
+            if *pins == 0 {
+                shared.pins.remove(&block);
+            }
+            self.release(&mut shared, steps.fence(), block, &mut empty);
+            if !empty.contains(&block) {
+                self.refresh_stuck(&shared, block);
+            }
+        }
+        self.pool.give(&empty);
+        Ok(())
+    }
+
+    /// Drops up to `n` cached blocks, least recently used first; returns how many.
+    pub fn evict(&self, n: u32) -> u32 {
+        let _rest = self.rest();
+        let mut shared = self.shared();
+        let mut spare = Vec::new();
+        while (spare.len() as u32) < n {
+            let oldest = shared
+                .index
+                .oldest()
+                .find(|&block| self.pool.is_evictable(block));
+            let Some(block) = oldest else { break };
+            self.evict_block(&mut shared, block, &mut spare);
+            spare.push(block);
+        }
+        self.pool.give(&spare);
+        spare.len() as u32
+    }
+
+    /// References (mappings, pins, moves) of each block.
+    pub fn references(&self, blocks: &[i64]) -> Result<Vec<u32>> {
+        let _gate = self.enter();
+        let each = |&block| {
+            let block = self.checked(block)?;
+            let empty = self.pool.is_empty(block);
+            Ok(if empty {
+                0
+            } else {
+                self.pool.word(block).references()
+            })
+        };
+        blocks.iter().map(each).collect()
+    }
+
+    /// The state of a block.
+    pub fn state_of(&self, block: i64) -> Result<State> {
+        let _gate = self.enter();
+        Ok(self.pool.state(self.checked(block)?))
+    }
+}

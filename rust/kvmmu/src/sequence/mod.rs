@@ -1,0 +1,29 @@
+//! The verbs on sequences, one file each.
+//!
+//! | file | verbs |
+//! |---|---|
+//! | `open` | `open`, `matched_tokens`, `quote` |
+//! | `write` | what `append` and `prepare` share: making the places to write writable (copy-on-write) |
+//! | `append` | `append` |
+//! | `prepare` | `prepare`, `export`: schedule a batch and write its rows |
+//! | `rows` | the rows themselves: what is already in them, what is to be written |
+//! | `steps` | `begin_step`, `written`, `cancel`, `end_step` |
+//! | `fork`, `close` | `fork`; `close`, `truncate` |
+//! | `blocks` | `pin`, `unpin`, `evict`, `references` |
+//! | `look` | `info`, `block_table`, `translate`, `sequences` |
+//!
+//! What never lives here: moves, the layout of the state.
+
+mod append;
+mod blocks;
+mod close;
+mod fork;
+mod look;
+mod open;
+mod prepare;
+mod rows;
+mod steps;
+mod write;
+
+pub use open::{Quote, When};
+pub use rows::{RowBuffers, Rows, Tables};

@@ -1,0 +1,162 @@
+//! `begin_step`, `written`, `cancel`, `end_step`: the life of a step.
+//!
+//! ```text
+//!  begin_step -> prepare (any number of times) -> written | cancel -> end_step
+//! ```
+//! Any number of steps may be in flight. `written` settles what the step scheduled and publishes the
+//! blocks that are now full; `cancel` takes it back; `end_step` is the fence: the device has
+//! finished it.
+
+use std::collections::HashMap;
+
+use crate::error::{Error, Result};
+use crate::state::{Entry, Mmu, Sequence, Shared};
+use crate::stats::count;
+use crate::sync::MutexGuard;
+
+/// The unsettled entries of a step with their sequences locked. An entry whose sequence was closed
+/// has none.
+struct Unsettled<'a> {
+    entries: Vec<Entry>,
+    /// Index into `sequences` of each entry.
+    owners: Vec<Option<usize>>,
+    sequences: Vec<MutexGuard<'a, Sequence>>,
+}
+
+impl Mmu {
+    /// Begins a step and returns its number.
+    pub fn begin_step(&self) -> u64 {
+        self.steps().begin()
+    }
+
+    /// Steps in flight.
+    pub fn steps_in_flight(&self) -> usize {
+        self.steps().count()
+    }
+
+    /// The step has finished on the device: blocks that waited for it become empty or evictable.
+    /// Whatever it scheduled must have been `written` or `cancel`led.
+    pub fn end_step(&self, step: u64) -> Result<()> {
+        let _gate = self.enter();
+        let mut shared = self.shared();
+        let mut steps = self.steps();
+        steps.end(step)?;
+        self.cool_down(&mut shared, &steps);
+        Ok(())
+    }
+
+    /// All that the step scheduled has been written: publishes the blocks that are now full.
+    pub fn written(&self, step: u64) -> Result<()> {
+        let _gate = self.enter();
+        let mut held = self.unsettled(step)?;
+        let mut expected: Vec<u32> = held.sequences.iter().map(|seq| seq.written).collect();
+        for (entry, owner) in held.entries.iter().zip(&held.owners) {
+            let Some(owner) = *owner else { continue };
+            if entry.from > expected[owner] {
+                let reason = format!(
+                    "positions {} to {} of a sequence were scheduled before and are not settled",
+                    expected[owner], entry.from
+                );
+                return Err(Error::InvalidStep { step, reason });
+            }
+            expected[owner] = expected[owner].max(entry.to);
+        }
+        let size = self.config.block_size;
+        let mut shared = None;
+        for (sequence, written) in held.sequences.iter_mut().zip(expected) {
+            sequence.written = written;
+            let full = written.min(sequence.unknown_from) / size;
+            if self.config.prefix_caching && full > sequence.published {
+                self.publish(sequence, full, shared.get_or_insert_with(|| self.shared()));
+            }
+        }
+        self.steps().get(step)?.entries.clear();
+        Ok(())
+    }
+
+    /// Offers the blocks of a sequence up to `full` to the prefix index.
+    fn publish(&self, sequence: &mut Sequence, full: u32, shared: &mut Shared) {
+        let first = sequence.published;
+        let mut parent = (first > 0).then(|| self.table.block(sequence.space, first - 1));
+        for (index, block) in (first..full).zip(self.table.blocks(sequence.space, first, full)) {
+            if !shared.index.is_published(block) {
+                let key = sequence.key(index);
+                if !shared.index.publish(&self.tokens, block, parent, key) {
+                    break; // the chain is broken: nothing behind it could be found
+                }
+                self.pool.set_word(block, self.pool.word(block).published());
+                count(&self.stats.published_blocks, 1);
+            }
+            parent = Some(block);
+            sequence.published = index + 1;
+        }
+    }
+
+    /// Takes back what the step scheduled: lengths as before `prepare`, nothing published. Steps
+    /// that overlap in a sequence are cancelled newest first.
+    pub fn cancel(&self, step: u64) -> Result<()> {
+        let _gate = self.enter();
+        let mut held = self.unsettled(step)?;
+        let state = |seq: &MutexGuard<'_, Sequence>| (seq.scheduled, seq.tokens);
+        let mut expected: Vec<_> = held.sequences.iter().map(state).collect();
+        for (entry, owner) in held.entries.iter().zip(&held.owners).rev() {
+            let Some(owner) = *owner else { continue };
+            let (scheduled, tokens) = expected[owner];
+            let grew = entry.tokens_after != entry.tokens_before;
+            if entry.to != scheduled || (grew && entry.tokens_after != tokens) {
+                let reason = format!(
+                    "a sequence has gone on to {scheduled} of {tokens} tokens since it was \
+                     scheduled up to {} of {}: cancel the newest step first",
+                    entry.to, entry.tokens_after
+                );
+                return Err(Error::InvalidStep { step, reason });
+            }
+            let tokens = if grew { entry.tokens_before } else { tokens };
+            expected[owner] = (entry.from, tokens);
+        }
+        let mut shared = self.shared();
+        for (entry, owner) in held.entries.iter().zip(&held.owners).rev() {
+            let Some(owner) = *owner else { continue };
+            let sequence = &mut held.sequences[owner];
+            if entry.tokens_after != entry.tokens_before {
+                self.shorten(entry.slot, sequence, entry.tokens_before, &mut shared);
+                sequence.unknown_from = entry.unknown_before;
+            }
+            sequence.scheduled = entry.from;
+        }
+        self.steps().get(step)?.entries.clear();
+        Ok(())
+    }
+
+    fn unsettled(&self, step: u64) -> Result<Unsettled<'_>> {
+        let entries = self.steps().get(step)?.entries.clone();
+        let mut found: HashMap<u32, usize> = HashMap::with_capacity(entries.len());
+        let mut sequences = Vec::with_capacity(entries.len());
+        let mut owners = Vec::with_capacity(entries.len());
+        for entry in &entries {
+            if let Some(&at) = found.get(&entry.slot) {
+                // The slot's sequence is locked already; is it the same one?
+                let sequence: &MutexGuard<'_, Sequence> = &sequences[at];
+                owners.push((sequence.generation == entry.generation).then_some(at));
+                continue;
+            }
+            let open = self.sequence_if_open(entry.slot, entry.generation)?;
+            owners.push(open.map(|sequence| {
+                found.insert(entry.slot, sequences.len());
+                sequences.push(sequence);
+                sequences.len() - 1
+            }));
+        }
+        // With its sequences locked no entry can be clipped any more.
+        let entries = self.steps().get(step)?.entries.clone();
+        if entries.len() != owners.len() {
+            let reason = "is being prepared or settled by another call".into();
+            return Err(Error::InvalidStep { step, reason });
+        }
+        Ok(Unsettled {
+            entries,
+            owners,
+            sequences,
+        })
+    }
+}

@@ -1,0 +1,541 @@
+//! The state that every verb works on: one struct, and the few block transitions that several
+//! verbs share.
+//!
+//! What lives here: [`Mmu`], its locks, and how a block is claimed, evicted, released, fenced. What
+//! never lives here: a verb. Those are one file each in [`crate::sequence`] and [`crate::compact`].
+//!
+//! # Synchronization
+//!
+//! - `gate`: every verb on a sequence reads it; whatever needs the whole state at rest (planning,
+//!   beginning and committing moves, measuring, validating) writes it. So a row export and a commit
+//!   exclude each other, and no verb sees half a commit.
+//! - `slots[i]`: one writer a sequence. A verb tries the lock; who finds it taken gets
+//!   [`Error::ConcurrentUse`]. Under a written gate all of them are free.
+//! - `shared`: prefix index, mapping chains, pins, moves. Every change to the word of a block that
+//!   more than one thread may know happens under it. The append path of private blocks never takes
+//!   it.
+//! - `steps`: which steps are in flight, and what each has scheduled. Whoever releases blocks holds it
+//!   meanwhile, so that no step ends between asking for the fence and waiting behind it.
+//!
+//! Order: gate, slots, shared, steps.
+
+mod reverse;
+mod sequence;
+mod steps;
+
+use std::cmp::Reverse as Descending;
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::pool::{Pool, State, States, Word};
+use crate::prefix::{Index, Tokens};
+use crate::stats::{Stats, StatsReading, count};
+use crate::sync::{
+    AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    lock, try_lock,
+};
+use crate::table::Table;
+
+pub(crate) use reverse::{Chains, Reverse, Vbn};
+pub use sequence::SequenceInfo;
+pub(crate) use sequence::{NONE, Sequence, id, parse};
+pub(crate) use steps::{Entry, Steps};
+
+/// A move that has begun.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Move {
+    pub(crate) source: u32,
+    pub(crate) destination: u32,
+    /// Its source was written or pinned meanwhile: the copy is worth nothing.
+    pub(crate) dropped: bool,
+}
+
+/// What the shared lock guards.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) index: Index,
+    pub(crate) chains: Chains,
+    /// Pins of a block.
+    pub(crate) pins: HashMap<u32, u32>,
+    /// Source of a move in flight: where it stands in `transactions`.
+    pub(crate) moving: HashMap<u32, (u64, usize)>,
+    pub(crate) transactions: BTreeMap<u64, Vec<Move>>,
+    pub(crate) next_epoch: u64,
+    /// Cached blocks that a step in flight may still read: not evictable before it has ended.
+    cooling: HashMap<u32, u64>,
+    cooling_order: VecDeque<(u64, u32)>,
+    /// Fenced blocks and the step that each waits for.
+    fenced: VecDeque<(u64, u32)>,
+}
+
+impl Shared {
+    /// Blocks that wait for a step.
+    pub(crate) fn fenced_blocks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.fenced.iter().map(|&(_, block)| block)
+    }
+
+    /// Whether a cached block waits for a step before it may be evicted.
+    pub(crate) fn is_cooling(&self, block: u32) -> bool {
+        self.cooling.contains_key(&block)
+    }
+}
+
+/// Sequence slots that are free.
+#[derive(Debug)]
+struct FreeSlots {
+    reused: BinaryHeap<Descending<u32>>,
+    /// Slots at or above this were never used.
+    fresh: u32,
+}
+
+/// A memory-management unit for the KV blocks of one device.
+///
+/// It decides which sequence holds which block and what moves where; it never touches the bytes of
+/// a block. All methods take `&self` and may be called from any thread.
+#[derive(Debug)]
+pub struct Mmu {
+    pub(crate) config: Config,
+    /// Tells managers apart, so that rows and plans are not used with another one.
+    pub(crate) uid: u64,
+    pub(crate) pool: Pool,
+    pub(crate) table: Table,
+    pub(crate) reverse: Reverse,
+    pub(crate) tokens: Tokens,
+    pub(crate) slots: Box<[Mutex<Sequence>]>,
+    free_slots: Mutex<FreeSlots>,
+    gate: RwLock<()>,
+    shared: Mutex<Shared>,
+    steps: Mutex<Steps>,
+    pub(crate) stats: Stats,
+    /// 1 while the default trigger of compaction is on.
+    pub(crate) compacting: AtomicU32,
+}
+
+impl Mmu {
+    /// Builds a manager with an empty pool.
+    pub fn new(config: Config) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        config.check()?;
+        let (n, block_size) = (config.num_blocks, config.block_size);
+        let indexed = if config.prefix_caching { n } else { 0 };
+        let slots = (0..config.max_sequences)
+            .map(|_| Mutex::new(Sequence::closed()))
+            .collect();
+        Ok(Self {
+            uid: NEXT.fetch_add(1, Ordering::Relaxed),
+            pool: Pool::new(n, config.placement),
+            table: Table::new(config.table_nodes),
+            reverse: Reverse::new(n),
+            tokens: Tokens::new(n, block_size, config.prefix_caching),
+            slots,
+            free_slots: Mutex::new(FreeSlots {
+                reused: BinaryHeap::new(),
+                fresh: 0,
+            }),
+            gate: RwLock::new(()),
+            shared: Mutex::new(Shared {
+                index: Index::new(indexed, block_size),
+                chains: Chains::default(),
+                pins: HashMap::default(),
+                moving: HashMap::default(),
+                transactions: BTreeMap::new(),
+                next_epoch: 1,
+                cooling: HashMap::default(),
+                cooling_order: VecDeque::new(),
+                fenced: VecDeque::new(),
+            }),
+            steps: Mutex::new(Steps::new()),
+            stats: Stats::default(),
+            compacting: AtomicU32::new(0),
+            config,
+        })
+    }
+
+    /// The settings that it was built from.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The block that padding points at: one past the usable ones.
+    pub fn null_block(&self) -> u32 {
+        self.config.num_blocks
+    }
+
+    /// Blocks by state.
+    pub fn states(&self) -> States {
+        self.pool.states()
+    }
+
+    /// Counters since the start.
+    pub fn stats(&self) -> StatsReading {
+        self.stats.read()
+    }
+
+    /// Blocks that so many tokens need.
+    pub(crate) fn blocks_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.config.block_size)
+    }
+
+    // -- locks -------------------------------------------------------------------------------
+
+    pub(crate) fn enter(&self) -> RwLockReadGuard<'_, ()> {
+        self.gate
+            .read()
+            .expect("the gate was poisoned by an earlier panic")
+    }
+
+    pub(crate) fn rest(&self) -> RwLockWriteGuard<'_, ()> {
+        self.gate
+            .write()
+            .expect("the gate was poisoned by an earlier panic")
+    }
+
+    pub(crate) fn shared(&self) -> MutexGuard<'_, Shared> {
+        lock(&self.shared)
+    }
+
+    pub(crate) fn steps(&self) -> MutexGuard<'_, Steps> {
+        lock(&self.steps)
+    }
+
+    /// The sequence of an id, for this call alone.
+    pub(crate) fn sequence(&self, id: i64) -> Result<(u32, MutexGuard<'_, Sequence>)> {
+        let unknown = Error::UnknownSequence { sequence: id };
+        let (generation, slot) = parse(id).ok_or(unknown.clone())?;
+        let cell = self.slots.get(slot as usize).ok_or(unknown.clone())?;
+        let sequence = try_lock(cell).ok_or(Error::ConcurrentUse { sequence: id })?;
+        if sequence.open && sequence.generation == generation {
+            Ok((slot, sequence))
+        } else {
+            Err(unknown)
+        }
+    }
+
+    /// The sequence that had a slot in this generation, if it is still open.
+    pub(crate) fn sequence_if_open(
+        &self,
+        slot: u32,
+        generation: u32,
+    ) -> Result<Option<MutexGuard<'_, Sequence>>> {
+        match self.sequence(id(generation, slot)) {
+            Ok((_, sequence)) => Ok(Some(sequence)),
+            Err(Error::UnknownSequence { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Blocks that wait for steps: (fenced, cooling).
+    pub(crate) fn waiting(shared: &Shared) -> (usize, usize) {
+        (shared.fenced.len(), shared.cooling.len())
+    }
+
+    /// All slots that were ever used.
+    pub(crate) fn used_slots(&self) -> impl Iterator<Item = (u32, &Mutex<Sequence>)> {
+        let used = lock(&self.free_slots).fresh;
+        (0..used).zip(&self.slots)
+    }
+
+    // -- slots -------------------------------------------------------------------------------
+
+    /// A slot with an empty address space. All or nothing.
+    pub(crate) fn take_slot(&self) -> Result<(u32, MutexGuard<'_, Sequence>)> {
+        let slot = {
+            let mut free = lock(&self.free_slots);
+            match free.reused.pop() {
+                Some(Descending(slot)) => slot,
+                None if free.fresh < self.config.max_sequences => {
+                    free.fresh += 1;
+                    free.fresh - 1
+                }
+                None => {
+                    return Err(Error::OutOfTables {
+                        what: "sequence slots",
+                        capacity: u64::from(self.config.max_sequences),
+                    });
+                }
+            }
+        };
+        let space = match self.table.open(slot) {
+            Ok(space) => space,
+            Err(error) => {
+                lock(&self.free_slots).reused.push(Descending(slot));
+                return Err(error);
+            }
+        };
+        let mut sequence = lock(&self.slots[slot as usize]);
+        let generation = sequence.generation + 1;
+        *sequence = Sequence {
+            generation,
+            open: true,
+            space,
+            ..Sequence::closed()
+        };
+        Ok((slot, sequence))
+    }
+
+    /// Whether a sequence of so many blocks could be opened as far as slots and table nodes go.
+    pub(crate) fn has_room(&self, blocks: u32) -> bool {
+        let free = lock(&self.free_slots);
+        let slots = free.fresh < self.config.max_sequences || !free.reused.is_empty();
+        let next = free
+            .reused
+            .peek()
+            .map_or(free.fresh, |&Descending(slot)| slot);
+        slots && self.table.has_room(next, blocks)
+    }
+
+    /// Gives a slot back whose address space is empty.
+    pub(crate) fn give_slot(&self, slot: u32, mut sequence: MutexGuard<'_, Sequence>) {
+        self.table.close(slot, sequence.space);
+        sequence.open = false;
+        sequence.keys = None;
+        drop(sequence);
+        lock(&self.free_slots).reused.push(Descending(slot));
+    }
+
+    // -- claiming ----------------------------------------------------------------------------
+
+    /// Reserves `needed` blocks: from the empty ones, and for the rest from the evictable ones, of
+    /// which `protected` are spoken for. Returns (reserved, to evict).
+    pub(crate) fn reserve(&self, needed: u32, protected: u32) -> Result<(u32, u32)> {
+        let reserved = self.pool.reserve_up_to(needed);
+        let short = needed - reserved;
+        if short > 0 {
+            let evictable = self.pool.num_evictable() - protected;
+            if short > evictable {
+                self.pool.unreserve(reserved);
+                return Err(Error::OutOfBlocks {
+                    needed: u64::from(needed),
+                    available: u64::from(reserved + evictable),
+                    num_blocks: u64::from(self.config.num_blocks),
+                });
+            }
+        }
+        Ok((reserved, short))
+    }
+
+    /// Turns a reservation into private blocks. `shared` is needed when some are to be evicted.
+    pub(crate) fn take(
+        &self,
+        (reserved, evict): (u32, u32),
+        shared: Option<&mut Shared>,
+    ) -> Vec<u32> {
+        let mut blocks = Vec::with_capacity((reserved + evict) as usize);
+        self.pool.take(reserved, &mut blocks);
+        if evict > 0 {
+            let shared = shared.expect("evicting needs the shared lock");
+            let mut spare = Vec::new();
+            for _ in 0..evict {
+                let block = spare
+                    .pop()
+                    .unwrap_or_else(|| self.evict_oldest(shared, &mut spare));
+                blocks.push(block);
+            }
+            self.pool.give(&spare);
+            blocks[reserved as usize..].sort_unstable();
+        }
+        count(&self.stats.claimed_blocks, blocks.len());
+        blocks
+    }
+
+    /// Drops the least recently used evictable block; it is private to the caller then, and so are
+    /// the blocks appended to `spare`, which could no longer be found without it.
+    fn evict_oldest(&self, shared: &mut Shared, spare: &mut Vec<u32>) -> u32 {
+        let oldest = shared
+            .index
+            .oldest()
+            .find(|&block| self.pool.is_evictable(block));
+        let block = oldest.expect("fewer evictable blocks than were counted");
+        self.evict_block(shared, block, spare);
+        block
+    }
+
+    /// Drops a cached, evictable block, which is private to the caller then.
+    pub(crate) fn evict_block(&self, shared: &mut Shared, block: u32, spare: &mut Vec<u32>) {
+        self.leave_cache(shared, block);
+        self.pool.set_word(block, Word::PRIVATE);
+        count(&self.stats.evicted_blocks, 1);
+        self.withdraw(shared, block, spare);
+    }
+
+    /// Takes a block out of the prefix index. What could no longer be found without it leaves too;
+    /// of that, blocks that nobody holds are private to the caller and appended to `spare`.
+    pub(crate) fn withdraw(&self, shared: &mut Shared, block: u32, spare: &mut Vec<u32>) {
+        let mut dropped = Vec::new();
+        shared.index.withdraw(block, &mut dropped);
+        for block in dropped {
+            let word = self.pool.word(block);
+            let cooling = shared.cooling.get(&block).copied();
+            if word.state() == State::Cached {
+                self.leave_cache(shared, block);
+                count(&self.stats.evicted_blocks, 1);
+            }
+            match (word.withdrawn(), cooling) {
+                (Some(word), _) => {
+                    self.pool.set_word(block, word);
+                    self.refresh_stuck(shared, block);
+                }
+                (None, Some(step)) => self.fence(shared, step, block),
+                (None, None) => {
+                    self.pool.set_word(block, Word::PRIVATE);
+                    spare.push(block);
+                }
+            }
+        }
+    }
+
+    // -- references --------------------------------------------------------------------------
+
+    /// One more mapping of a block that is published or already shared, or of a sequence's own
+    /// block (fork).
+    pub(crate) fn retain(&self, shared: &mut Shared, block: u32, vbn: Option<Vbn>) {
+        let word = self.pool.word(block);
+        if word.state() == State::Cached {
+            self.leave_cache(shared, block);
+        }
+        self.pool.set_word(
+            block,
+            word.retained().expect("the count was checked before"),
+        );
+        if let Some(vbn) = vbn {
+            self.reverse.add(&mut shared.chains, block, vbn);
+        }
+    }
+
+    /// One holder less. A block that nobody holds any more goes to the cache, behind the fence, or
+    /// to `empty` for the caller to give back.
+    pub(crate) fn release(
+        &self,
+        shared: &mut Shared,
+        fence: Option<u64>,
+        block: u32,
+        empty: &mut Vec<u32>,
+    ) {
+        match self.pool.word(block).released() {
+            Some(word) => {
+                self.pool.set_word(block, word);
+                if word.state() == State::Cached {
+                    self.enter_cache(shared, fence, block);
+                }
+            }
+            None => {
+                count(&self.stats.freed_blocks, 1);
+                self.let_go(shared, fence, block, empty);
+            }
+        }
+    }
+
+    /// Nobody holds an unpublished block any more: it is emptied, or fenced first.
+    pub(crate) fn let_go(
+        &self,
+        shared: &mut Shared,
+        fence: Option<u64>,
+        block: u32,
+        empty: &mut Vec<u32>,
+    ) {
+        match fence {
+            Some(step) => self.fence(shared, step, block),
+            None => {
+                self.pool.set_word(block, Word::PRIVATE);
+                self.pool.set_stuck(block, false);
+                empty.push(block);
+            }
+        }
+    }
+
+    fn fence(&self, shared: &mut Shared, step: u64, block: u32) {
+        self.pool.set_word(block, Word::FENCED);
+        self.pool.set_stuck(block, true);
+        shared.fenced.push_back((step, block));
+    }
+
+    /// A block becomes the most recently used of the cached ones.
+    fn enter_cache(&self, shared: &mut Shared, fence: Option<u64>, block: u32) {
+        match fence {
+            Some(step) => {
+                shared.cooling.insert(block, step);
+                shared.cooling_order.push_back((step, block));
+            }
+            None => self.enter_order(shared, block),
+        }
+        if fence.is_some() || self.pool.word(block).is_moving() {
+            self.refresh_stuck(shared, block);
+        }
+    }
+
+    /// A cached block that no step can touch enters the order of eviction.
+    pub(crate) fn enter_order(&self, shared: &mut Shared, block: u32) {
+        shared.index.order().push(block);
+        self.pool
+            .set_evictable(block, !self.pool.word(block).is_moving());
+    }
+
+    /// A cached block is taken out of the order of eviction (its word still says cached).
+    pub(crate) fn leave_cache(&self, shared: &mut Shared, block: u32) {
+        if !self.stop_cooling(shared, block) {
+            shared.index.order().remove(block);
+            self.pool.set_evictable(block, false);
+        }
+    }
+
+    /// True when the block was cooling.
+    pub(crate) fn stop_cooling(&self, shared: &mut Shared, block: u32) -> bool {
+        let cooling = shared.cooling.remove(&block).is_some();
+        if cooling {
+            self.refresh_stuck(shared, block);
+        }
+        cooling
+    }
+
+    /// Steps have ended: fenced blocks that no step can touch any more become empty, and cached
+    /// ones evictable.
+    pub(crate) fn cool_down(&self, shared: &mut Shared, steps: &Steps) {
+        let mut empty = Vec::new();
+        for (step, block) in std::mem::take(&mut shared.fenced) {
+            if steps.has_passed(step) {
+                self.pool.set_word(block, Word::PRIVATE);
+                self.pool.set_stuck(block, false);
+                empty.push(block);
+            } else {
+                shared.fenced.push_back((step, block));
+            }
+        }
+        self.pool.give(&empty);
+        while let Some(&(step, block)) = shared.cooling_order.front() {
+            if !steps.has_passed(step) {
+                break; // entered in the order of steps
+            }
+            shared.cooling_order.pop_front();
+            // Released again since, or no longer cached: another entry, or none, speaks for it.
+            if shared.cooling.get(&block) == Some(&step) {
+                self.stop_cooling(shared, block);
+                self.enter_order(shared, block);
+            }
+        }
+    }
+
+    /// Brings the planner's index of untouchable blocks up to date for a block that is not empty.
+    pub(crate) fn refresh_stuck(&self, shared: &Shared, block: u32) {
+        self.pool
+            .set_stuck(block, self.must_be_stuck(shared, block));
+    }
+
+    pub(crate) fn must_be_stuck(&self, shared: &Shared, block: u32) -> bool {
+        let word = self.pool.word(block);
+        !matches!(word.state(), State::InUse | State::Cached)
+            || word.is_moving()
+            || shared.pins.contains_key(&block)
+            || shared.cooling.contains_key(&block)
+    }
+
+    /// The source of a move is about to be written or pinned: its move falls out of the commit.
+    pub(crate) fn drop_move(&self, shared: &mut Shared, block: u32) {
+        let (epoch, index) = shared.moving[&block];
+        let moves = shared
+            .transactions
+            .get_mut(&epoch)
+            .expect("a moving block has a transaction");
+        moves[index].dropped = true;
+    }
+}

@@ -1,0 +1,96 @@
+//! What is known of one sequence beside its page table.
+
+use crate::prefix::Keys;
+use crate::table::Space;
+
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// One sequence; behind the lock of its slot.
+///
+/// `written <= scheduled <= tokens`; `published` counts blocks.
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    /// Counts the sequences that had this slot; part of the id.
+    pub(crate) generation: u32,
+    pub(crate) open: bool,
+    pub(crate) space: Space,
+    /// Tokens that have a place.
+    pub(crate) tokens: u32,
+    /// Tokens handed to a step.
+    pub(crate) scheduled: u32,
+    /// Tokens whose KV is known to be written.
+    pub(crate) written: u32,
+    /// Tokens found cached by `open`.
+    pub(crate) cached: u32,
+    /// First token whose value is not known; blocks from there on are never published.
+    pub(crate) unknown_from: u32,
+    /// Blocks offered to the prefix index so far.
+    pub(crate) published: u32,
+    /// Changes whenever an entry other than behind the end does; rows look at it.
+    pub(crate) version: u32,
+    /// Groups of consecutive physical blocks.
+    pub(crate) runs: u32,
+    /// Last physical block.
+    pub(crate) last: u32,
+    pub(crate) keys: Option<Box<Keys>>,
+}
+
+impl Sequence {
+    pub(crate) fn closed() -> Self {
+        Self {
+            generation: 0,
+            open: false,
+            space: Space::NONE,
+            tokens: 0,
+            scheduled: 0,
+            written: 0,
+            cached: 0,
+            unknown_from: NONE,
+            published: 0,
+            version: 0,
+            runs: 0,
+            last: NONE,
+            keys: None,
+        }
+    }
+
+    /// Key of one of its blocks in the prefix index.
+    pub(crate) fn key(&self, index: u32) -> Option<Box<[u8]>> {
+        self.keys.as_ref().and_then(|keys| keys.of(index))
+    }
+
+    /// Counts blocks that were mapped behind the end.
+    pub(crate) fn extended_by(&mut self, blocks: &[u32]) {
+        for &block in blocks {
+            self.runs += u32::from(self.last == NONE || block != self.last + 1);
+            self.last = block;
+        }
+    }
+}
+
+/// Id of a sequence: generation and slot.
+pub(crate) fn id(generation: u32, slot: u32) -> i64 {
+    i64::from(generation) << 32 | i64::from(slot)
+}
+
+/// (generation, slot) of an id; nothing for what can never be one.
+pub(crate) fn parse(id: i64) -> Option<(u32, u32)> {
+    (id > 0).then_some(((id >> 32) as u32, id as u32))
+}
+
+/// Numbers about one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceInfo {
+    /// Tokens that have a place.
+    pub num_tokens: u32,
+    /// Tokens found in the prefix index by `open`.
+    pub num_cached_tokens: u32,
+    /// Tokens handed to a step, or cached.
+    pub num_scheduled: u32,
+    /// Tokens whose KV is known to be written.
+    pub num_written: u32,
+    /// Blocks that it maps.
+    pub num_blocks: u32,
+    /// Groups of consecutive physical blocks.
+    pub num_runs: u32,
+}

@@ -1,0 +1,69 @@
+//! Counters since the start.
+//!
+//! Relaxed atomics: each is exact by itself, a reading of several is not one moment.
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// Names every counter once: the atomics, the reading and its field names follow.
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        #[derive(Debug, Default)]
+        pub(crate) struct Stats { $(pub(crate) $name: AtomicU64),* }
+
+        /// A reading of all counters.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+        #[non_exhaustive]
+        pub struct StatsReading { $($(#[$doc])* pub $name: u64),* }
+
+        impl Stats {
+            pub(crate) fn read(&self) -> StatsReading {
+                StatsReading { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+
+        impl StatsReading {
+            /// Name and value of every counter.
+            pub fn entries(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name)),*]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Sequences opened.
+    opened,
+    /// Sequences closed.
+    closed,
+    /// Sequences forked off.
+    forked,
+    /// Tokens appended after `open`.
+    appended_tokens,
+    /// Full prompt blocks looked up by `open` (those that could be matched or not).
+    prefix_queried_blocks,
+    /// Of those, found.
+    prefix_hit_blocks,
+    /// Blocks entered into the prefix index.
+    published_blocks,
+    /// Cached blocks dropped for others.
+    evicted_blocks,
+    /// Blocks copied because somebody else held them when they were written.
+    copied_on_write,
+    /// Blocks claimed.
+    claimed_blocks,
+    /// Blocks emptied or fenced after their last reference (evictions not counted).
+    freed_blocks,
+    /// Moves begun.
+    moves_begun,
+    /// Moves that came into effect.
+    moves_committed,
+    /// Moves that fell out of a commit because their source was freed, written or pinned meanwhile.
+    moves_dropped,
+    /// Moves taken back by `abort`.
+    moves_aborted,
+}
+
+/// Adds to a counter.
+pub(crate) fn count(counter: &AtomicU64, n: usize) {
+    counter.fetch_add(n as u64, Ordering::Relaxed);
+}

@@ -1,0 +1,321 @@
+//! `validate`: recounts everything and names the first invariant that does not hold.
+//!
+//! The recount starts from the page table alone and compares every other structure with it, so it
+//! shares no shortcut with the code that it checks.
+
+use std::collections::HashMap;
+
+use thiserror::Error;
+
+use crate::pool::{State, States, Word};
+use crate::sequence::{RowBuffers, Rows};
+use crate::state::{Mmu, NONE, Shared, Vbn, parse};
+use crate::sync::lock;
+
+/// An invariant that does not hold: a fault of the core.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("broken invariant: {0}")]
+pub struct Broken(String);
+
+type Check = std::result::Result<(), Broken>;
+
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)*) => {
+        if !$condition {
+            return Err(Broken(format!($($message)*)));
+        }
+    };
+}
+
+impl Mmu {
+    /// Recounts everything: states, references, free structures, the prefix index, the reverse map,
+    /// table nodes, sequences, moves, and (where given) exported rows. Costs a walk over all of it.
+    pub fn validate(&self, rows: Option<(&Rows, &RowBuffers<'_>)>) -> Check {
+        let _rest = self.rest();
+        let shared = self.shared();
+        let mappings = self.check_sequences()?;
+        self.check_blocks(&shared, &mappings)?;
+        self.check_order(&shared)?;
+        self.check_moves(&shared)?;
+        if let Some((rows, buffers)) = rows {
+            self.check_rows(rows, buffers)?;
+        }
+        Ok(())
+    }
+
+    /// Walks every sequence; returns the mappings of every block.
+    fn check_sequences(&self) -> std::result::Result<HashMap<u32, Vec<Vbn>>, Broken> {
+        let mut mappings: HashMap<u32, Vec<Vbn>> = HashMap::new();
+        let mut nodes = 1;
+        let mut uppers = std::collections::HashSet::new();
+        for (slot, cell) in self.used_slots() {
+            uppers.insert(slot / 512);
+            let seq = lock(cell);
+            ensure!(
+                seq.open == self.table.space(slot).is_some(),
+                "slot {slot} is open: {}, its address space disagrees",
+                seq.open
+            );
+            if !seq.open {
+                continue;
+            }
+            ensure!(
+                self.table.space(slot) == Some(seq.space),
+                "slot {slot}: its address space is not the one that the table names"
+            );
+            let mapped = self.blocks_for(seq.tokens);
+            nodes += 1 + mapped.div_ceil(512);
+            ensure!(
+                seq.written <= seq.scheduled && seq.scheduled <= seq.tokens,
+                "slot {slot}: written {}, scheduled {}, tokens {}",
+                seq.written,
+                seq.scheduled,
+                seq.tokens
+            );
+            ensure!(
+                seq.published <= seq.written / self.config.block_size,
+                "slot {slot}: {} blocks published of {} tokens written",
+                seq.published,
+                seq.written
+            );
+            let (mut last, mut runs) = (NONE, 0);
+            for index in 0..mapped {
+                let pte = self.table.get(seq.space, index);
+                ensure!(
+                    pte.is_present(),
+                    "slot {slot}: logical block {index} is not mapped"
+                );
+                let block = pte.block();
+                ensure!(
+                    block < self.config.num_blocks,
+                    "slot {slot}: logical block {index} maps {block}"
+                );
+                runs += u32::from(last == NONE || block != last + 1);
+                last = block;
+                mappings
+                    .entry(block)
+                    .or_default()
+                    .push(Vbn::new(slot, index));
+            }
+            ensure!(
+                !self
+                    .table
+                    .get(seq.space, mapped.min(512 * 512 - 1))
+                    .is_present()
+                    || mapped == 512 * 512,
+                "slot {slot}: a block is mapped behind its {mapped} blocks"
+            );
+            ensure!(
+                (last, runs) == (seq.last, seq.runs),
+                "slot {slot}: last block {last} in {runs} runs, noted {} in {}",
+                seq.last,
+                seq.runs
+            );
+        }
+        nodes += uppers.len() as u32;
+        let in_use = self.table.nodes_in_use();
+        ensure!(
+            nodes == in_use,
+            "{nodes} table nodes are reachable, {in_use} in use"
+        );
+        Ok(mappings)
+    }
+
+    fn check_blocks(&self, shared: &Shared, mappings: &HashMap<u32, Vec<Vbn>>) -> Check {
+        let mut count = States::default();
+        let mut published = 0;
+        for block in 0..self.config.num_blocks {
+            let (state, word) = (self.pool.state(block), self.pool.word(block));
+            let mapped = mappings.get(&block).map_or(&[][..], Vec::as_slice);
+            let pins = shared.pins.get(&block).copied().unwrap_or(0);
+            let moves = u32::from(shared.moving.contains_key(&block));
+            match state {
+                State::Empty => count.empty += 1,
+                State::Destined => count.destined += 1,
+                State::InUse => count.in_use += 1,
+                State::Cached => count.cached += 1,
+                State::Fenced => count.fenced += 1,
+                State::Offline => count.offline += 1,
+            }
+            ensure!(
+                state != State::Empty || word == Word::PRIVATE,
+                "block {block} is empty, its word is {:#x}",
+                word.0
+            );
+            ensure!(
+                word.is_moving() == (moves == 1),
+                "block {block}: its word says moving {}, {moves} moves know it",
+                word.is_moving()
+            );
+            let held = match state {
+                State::InUse => word.references(),
+                State::Cached => word.references(),
+                _ => 0,
+            };
+            let counted = mapped.len() as u32 + pins + moves;
+            ensure!(
+                held == counted,
+                "block {block} ({state:?}) has {held} references: {} mappings, {pins} pins, {moves} moves",
+                mapped.len()
+            );
+            ensure!(
+                state != State::InUse || held > 0,
+                "block {block} is in use without a reference"
+            );
+            let mut reverse = Vec::new();
+            self.reverse.mappings(&shared.chains, block, &mut reverse);
+            reverse.sort_unstable();
+            let mut forward = mapped.to_vec();
+            forward.sort_unstable();
+            ensure!(
+                reverse == forward,
+                "block {block}: the reverse map says {reverse:?}, the tables say {forward:?}"
+            );
+            let indexed = shared.index.is_published(block);
+            ensure!(
+                indexed == word.is_published(),
+                "block {block}: in the prefix index {indexed}, its word says {}",
+                word.is_published()
+            );
+            ensure!(
+                state != State::Cached || indexed,
+                "block {block} is cached and not in the prefix index"
+            );
+            if indexed {
+                published += 1;
+                shared.index.check(&self.tokens, block).map_err(Broken)?;
+            }
+            let evictable =
+                state == State::Cached && !word.is_moving() && !shared.is_cooling(block);
+            ensure!(
+                self.pool.is_evictable(block) == evictable,
+                "block {block} ({state:?}): evictable {evictable}, the index of it disagrees"
+            );
+            count.available += u32::from(evictable || state == State::Empty);
+            let stuck = state != State::Empty && self.must_be_stuck(shared, block);
+            ensure!(
+                self.pool.is_stuck(block) == stuck,
+                "block {block} ({state:?}): stuck {stuck}, the index of it disagrees"
+            );
+            ensure!(
+                !shared.is_cooling(block) || state == State::Cached,
+                "block {block} ({state:?}) is cooling"
+            );
+        }
+        let states = self.pool.states();
+        ensure!(
+            states == count,
+            "counters say {states:?}, a recount {count:?}"
+        );
+        let (nodes, entries) = shared.index.counts();
+        ensure!(
+            nodes == entries && nodes <= published,
+            "{nodes} prefix nodes, {entries} by hash, {published} blocks"
+        );
+        Ok(())
+    }
+
+    fn check_order(&self, shared: &Shared) -> Check {
+        let mut seen = std::collections::HashSet::new();
+        let mut fenced = std::collections::HashSet::new();
+        for block in shared.index.oldest() {
+            ensure!(
+                seen.insert(block),
+                "block {block} stands twice in the order of eviction"
+            );
+            ensure!(
+                self.pool.state(block) == State::Cached && !shared.is_cooling(block),
+                "block {block} ({:?}) stands in the order of eviction",
+                self.pool.state(block)
+            );
+        }
+        let states = self.pool.states();
+        let (waiting, cooling) = Mmu::waiting(shared);
+        ensure!(
+            seen.len() + cooling == states.cached as usize,
+            "{} cached blocks, {} in the order of eviction, {cooling} cooling",
+            states.cached,
+            seen.len()
+        );
+        for block in shared.fenced_blocks() {
+            ensure!(fenced.insert(block), "block {block} waits twice for a step");
+            ensure!(
+                self.pool.state(block) == State::Fenced,
+                "block {block} ({:?}) waits for a step",
+                self.pool.state(block)
+            );
+        }
+        ensure!(
+            waiting == states.fenced as usize,
+            "{} fenced blocks, {waiting} wait for a step",
+            states.fenced
+        );
+        Ok(())
+    }
+
+    fn check_moves(&self, shared: &Shared) -> Check {
+        let mut moves = 0;
+        for (&epoch, begun) in &shared.transactions {
+            for (index, m) in begun.iter().enumerate() {
+                moves += 1;
+                ensure!(
+                    shared.moving.get(&m.source) == Some(&(epoch, index)),
+                    "move {index} of epoch {epoch}: its source {} does not know it",
+                    m.source
+                );
+                ensure!(
+                    self.pool.state(m.destination) == State::Destined,
+                    "move {index} of epoch {epoch}: its destination {} is {:?}",
+                    m.destination,
+                    self.pool.state(m.destination)
+                );
+            }
+        }
+        let (sources, destined) = (shared.moving.len(), self.pool.states().destined);
+        ensure!(
+            moves == sources && moves == destined as usize,
+            "{moves} moves, {sources} sources, {destined} destined blocks"
+        );
+        Ok(())
+    }
+
+    fn check_rows(&self, rows: &Rows, buffers: &RowBuffers<'_>) -> Check {
+        let (width, null) = rows.layout();
+        let mut holding: HashMap<usize, usize> = HashMap::new();
+        for (row, id, version, blocks) in rows.held() {
+            holding.insert(row, blocks as usize);
+            let Some((generation, slot)) = parse(id) else {
+                continue;
+            };
+            let seq = lock(&self.slots[slot as usize]);
+            let current = seq.open && seq.generation == generation && seq.version == version;
+            if !current {
+                continue; // closed, or changed since: the next export will write it
+            }
+            let mapped = self.table.blocks(seq.space, 0, blocks);
+            for (at, block) in mapped.enumerate() {
+                let entry = buffers.block_table[row * width + at];
+                ensure!(
+                    entry == block as i32,
+                    "row {row}, entry {at} says {entry}, the page table {block}"
+                );
+            }
+        }
+        for (row, entries) in buffers.block_table.chunks(width).enumerate() {
+            let used = holding.get(&row).copied().unwrap_or(0);
+            let stale = entries[used..]
+                .iter()
+                .position(|&entry| entry != null as i32);
+            ensure!(
+                stale.is_none(),
+                "row {row} holds {used} blocks, an entry behind them is not the null block"
+            );
+            ensure!(
+                row < rows.num_rows() || buffers.seq_lens[row] == 0,
+                "row {row} is unused, its length is {}",
+                buffers.seq_lens[row]
+            );
+        }
+        Ok(())
+    }
+}
