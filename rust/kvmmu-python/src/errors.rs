@@ -75,3 +75,73 @@ fn build(
     let value = module.getattr(class)?.call((message,), Some(&keywords))?;
     Ok(PyErr::from_value(value))
 }
+
+/// The Python error for an error of the core.
+pub fn core_error(py: Python<'_>, failed: kvmmu::Error) -> PyErr {
+    use kvmmu::Error;
+    let message = failed.to_string();
+    match failed {
+        Error::OutOfBlocks {
+            needed,
+            available,
+            num_blocks,
+        } => error(
+            py,
+            "OutOfBlocks",
+            message,
+            &[
+                ("needed", needed.into()),
+                ("available", available.into()),
+                ("num_blocks", num_blocks.into()),
+            ],
+        ),
+        Error::Fragmented {
+            needed,
+            largest_run,
+            available,
+            num_blocks,
+        } => error(
+            py,
+            "Fragmented",
+            message,
+            &[
+                ("needed", needed.into()),
+                ("largest_run", largest_run.into()),
+                ("available", available.into()),
+                ("num_blocks", num_blocks.into()),
+            ],
+        ),
+        Error::OutOfTables { capacity, .. } => {
+            error(py, "OutOfTables", message, &[("capacity", capacity.into())])
+        }
+        Error::UnknownSequence { sequence } => error(
+            py,
+            "UnknownSequence",
+            message,
+            &[("sequence", Number::Int(sequence))],
+        ),
+        Error::ConcurrentUse { sequence } => error(
+            py,
+            "ConcurrentUse",
+            message,
+            &[("sequence", Number::Int(sequence))],
+        ),
+        Error::LimitExceeded { needed, limit, .. } => error(
+            py,
+            "LimitExceeded",
+            message,
+            &[("needed", needed.into()), ("limit", limit.into())],
+        ),
+        Error::InvalidBlock { block, .. } => error(
+            py,
+            "InvalidBlock",
+            message,
+            &[("block", Number::Int(block as i64))],
+        ),
+        Error::InvalidStep { step, .. } => {
+            error(py, "InvalidStep", message, &[("step", step.into())])
+        }
+        Error::InvalidPlan(_) => error(py, "InvalidPlan", message, &[]),
+        _ => error(py, "InvalidConfig", message, &[]),
+    }
+}

@@ -4,8 +4,12 @@
 
 use pyo3::prelude::*;
 
+mod convert;
 mod copy;
 mod errors;
+mod mmu;
+mod tables;
+mod values;
 
 /// The compiled core of kvmmu.
 #[pymodule(gil_used = false)]
@@ -14,6 +18,12 @@ mod _core {
 
     #[pymodule_export]
     use super::copy::{copy_blocks, cpu_features};
+    #[pymodule_export]
+    use super::mmu::MMU;
+    #[pymodule_export]
+    use super::tables::BlockTables;
+    #[pymodule_export]
+    use super::values::{Measure, Moves, Plan, Quote, SequenceInfo};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

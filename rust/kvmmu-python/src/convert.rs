@@ -1,0 +1,165 @@
+//! From Python arguments to what the core takes, refusing what is not meant.
+//!
+//! Nothing is converted silently: an array of another dtype, a bool for a number, a float for a
+//! count are errors that name the argument, what was given and what is allowed.
+
+use std::collections::HashMap;
+
+use kvmmu::Keys;
+use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1};
+use numpy::{PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyMapping, PyMappingMethods};
+
+use crate::errors::{Number, error};
+
+fn refuse(py: Python<'_>, name: &str, given: String, allowed: &str) -> PyErr {
+    let message = format!("{name} = {given}: allowed is {allowed}");
+    error(
+        py,
+        "InvalidConfig",
+        message,
+        &[("argument", Number::Text(name.into()))],
+    )
+}
+
+fn shown(value: &Bound<'_, PyAny>) -> String {
+    value
+        .repr()
+        .map_or_else(|_| "?".into(), |text| text.to_string())
+}
+
+/// What an object is, for a message about an array.
+pub fn describe(value: &Bound<'_, PyAny>) -> String {
+    match value.cast::<PyUntypedArray>() {
+        Ok(array) => {
+            let layout = if array.is_c_contiguous() {
+                ""
+            } else {
+                ", not C-contiguous"
+            };
+            let dtype = array.dtype();
+            format!("{} {:?}{layout}", dtype.typeobj(), array.shape())
+        }
+        Err(_) => format!(
+            "a {}",
+            value
+                .get_type()
+                .name()
+                .map_or_else(|_| "?".into(), |name| name.to_string())
+        ),
+    }
+}
+
+/// A whole number in a range.
+pub fn integer(value: &Bound<'_, PyAny>, name: &str, least: i64, most: i64) -> PyResult<i64> {
+    let allowed = || format!("a whole number from {least} to {most}");
+    if value.is_instance_of::<PyBool>() {
+        return Err(refuse(value.py(), name, shown(value), &allowed()));
+    }
+    match value.extract::<i64>() {
+        Ok(number) if (least..=most).contains(&number) => Ok(number),
+        _ => Err(refuse(value.py(), name, shown(value), &allowed())),
+    }
+}
+
+/// A whole number from `least` that fits 32 bits.
+pub fn count(value: &Bound<'_, PyAny>, name: &str, least: u32) -> PyResult<u32> {
+    integer(value, name, i64::from(least), i64::from(u32::MAX)).map(|number| number as u32)
+}
+
+/// A number between 0 and 1.
+pub fn ratio(value: &Bound<'_, PyAny>, name: &str) -> PyResult<f64> {
+    let number = if value.is_instance_of::<PyBool>() {
+        None
+    } else {
+        value.extract::<f64>().ok()
+    };
+    match number {
+        Some(number) if (0.0..=1.0).contains(&number) => Ok(number),
+        _ => Err(refuse(
+            value.py(),
+            name,
+            shown(value),
+            "a number from 0 to 1",
+        )),
+    }
+}
+
+/// One of some words.
+pub fn word<'a>(
+    value: &Bound<'_, PyAny>,
+    name: &str,
+    allowed: &'static [&'static str],
+) -> PyResult<&'a str> {
+    let given = value.extract::<String>().ok();
+    match allowed.iter().find(|&&word| given.as_deref() == Some(word)) {
+        Some(word) => Ok(word),
+        None => Err(refuse(
+            value.py(),
+            name,
+            shown(value),
+            &format!("one of {allowed:?}"),
+        )),
+    }
+}
+
+/// A C-contiguous array of one dimension, borrowed for one call.
+pub struct Array<'py, T: Element>(PyReadonlyArray1<'py, T>);
+
+impl<T: Element> Array<'_, T> {
+    /// Its elements.
+    pub fn slice(&self) -> &[T] {
+        // Contiguity was checked when it was borrowed.
+        self.0.as_slice().unwrap_or(&[])
+    }
+}
+
+/// Borrows an array of `T`, one dimension, C-contiguous.
+pub fn array<'py, T: Element>(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Array<'py, T>> {
+    let borrowed = (value.cast::<PyArray1<T>>().ok())
+        .filter(|array| array.is_c_contiguous())
+        .and_then(|array| array.try_readonly().ok());
+    borrowed.map(Array).ok_or_else(|| {
+        let py = value.py();
+        let allowed = format!(
+            "an array of {}, one dimension, C-contiguous",
+            T::get_dtype(py).typeobj()
+        );
+        refuse(py, name, describe(value), &allowed)
+    })
+}
+
+/// As [`array`], or `None`.
+pub fn optional<'py, T: Element>(
+    value: Option<&Bound<'py, PyAny>>,
+    name: &str,
+) -> PyResult<Option<Array<'py, T>>> {
+    value.map(|value| array(value, name)).transpose()
+}
+
+/// Salt and extra keys of a prompt.
+pub fn keys(salt: Option<&Bound<'_, PyAny>>, extra: Option<&Bound<'_, PyAny>>) -> PyResult<Keys> {
+    let bytes = |value: &Bound<'_, PyAny>, name: &str| match value.cast::<PyBytes>() {
+        Ok(bytes) => Ok(Box::<[u8]>::from(bytes.as_bytes())),
+        Err(_) => Err(refuse(value.py(), name, shown(value), "bytes")),
+    };
+    let salt = salt.map_or(Ok(Box::default()), |salt| bytes(salt, "salt"))?;
+    let mut found = HashMap::new();
+    if let Some(extra) = extra {
+        let Ok(mapping) = extra.cast::<PyMapping>() else {
+            return Err(refuse(
+                extra.py(),
+                "extra_keys",
+                shown(extra),
+                "a mapping of block index to bytes",
+            ));
+        };
+        for item in mapping.items()?.iter() {
+            let (index, value) = item.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+            let index = count(&index, "extra_keys block index", 0)?;
+            found.insert(index, bytes(&value, "extra_keys value")?);
+        }
+    }
+    Ok(Keys { salt, extra: found })
+}

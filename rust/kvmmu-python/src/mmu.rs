@@ -1,0 +1,437 @@
+//! The class `MMU`: one method a verb, each a conversion, a call and a conversion back.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvmmu::{Config, Mmu, Placement};
+use numpy::{IntoPyArray, PyArray1, PyArray2};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::convert::{array, count, integer, keys, optional, ratio, word};
+use crate::errors::core_error;
+use crate::tables::BlockTables;
+use crate::values::{Measure, Moves, Plan, Quote, SequenceInfo, internal, pairs};
+
+type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// Decides which sequence holds which block, and what moves where.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct MMU {
+    core: Mmu,
+    /// Set by the first panic: the core may be half changed, so nothing touches it again.
+    poisoned: AtomicBool,
+}
+
+const REFUSED: &str = "an earlier call ended in an internal error; this MMU refuses further work";
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("unknown panic")
+        .to_owned()
+}
+
+impl MMU {
+    /// Calls the core; a panic poisons this object and comes back as its text.
+    fn guarded<T>(&self, call: impl FnOnce(&Mmu) -> T) -> Result<T, String> {
+        if self.poisoned.load(Ordering::Acquire) {
+            return Err(REFUSED.into());
+        }
+        catch_unwind(AssertUnwindSafe(|| call(&self.core))).map_err(|panic| {
+            self.poisoned.store(true, Ordering::Release);
+            format!("the core panicked: {}", panic_text(&*panic))
+        })
+    }
+
+    /// A short call that cannot fail.
+    fn get<T>(&self, py: Python<'_>, call: impl FnOnce(&Mmu) -> T) -> PyResult<T> {
+        self.guarded(call).map_err(|text| internal(py, text))
+    }
+
+    /// A short call.
+    fn call<T>(&self, py: Python<'_>, call: impl FnOnce(&Mmu) -> kvmmu::Result<T>) -> PyResult<T> {
+        self.get(py, call)?.map_err(|failed| core_error(py, failed))
+    }
+
+    /// A call that may take more than a few microseconds: other Python threads run meanwhile.
+    fn long<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&Mmu) -> kvmmu::Result<T> + Send,
+    ) -> PyResult<T> {
+        let result = py.detach(|| self.guarded(call));
+        result
+            .map_err(|text| internal(py, text))?
+            .map_err(|failed| core_error(py, failed))
+    }
+}
+
+#[pymethods]
+impl MMU {
+    #[new]
+    #[pyo3(signature = (
+        num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
+        table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
+        compaction_start=None, compaction_stop=None, seed=0
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        num_blocks: Any<'_, '_>,
+        block_size: Option<Any<'_, '_>>,
+        max_sequences: Option<Any<'_, '_>>,
+        max_blocks_per_sequence: Option<Any<'_, '_>>,
+        table_nodes: Option<Any<'_, '_>>,
+        prefix_caching: bool,
+        placement: Option<Any<'_, '_>>,
+        budget_blocks: Option<Any<'_, '_>>,
+        compaction_start: Option<Any<'_, '_>>,
+        compaction_stop: Option<Any<'_, '_>>,
+        seed: i64,
+    ) -> PyResult<Self> {
+        let most_blocks = i64::from(kvmmu::MAX_BLOCKS);
+        let whole = |value: Option<Any<'_, '_>>, name: &str, most: i64, default: u32| match value {
+            Some(value) => integer(value, name, 1, most).map(|number| number as u32),
+            None => Ok(default),
+        };
+        let num_blocks = integer(num_blocks, "num_blocks", 1, most_blocks)? as u32;
+        let most = i64::from(kvmmu::MAX_BLOCK_SIZE);
+        let block_size = whole(block_size, "block_size", most, 16)?;
+        let mut config = Config::new(num_blocks, block_size);
+        let most = i64::from(kvmmu::MAX_SEQUENCES);
+        config.max_sequences = whole(max_sequences, "max_sequences", most, config.max_sequences)?;
+        let longest = config.max_blocks_per_sequence;
+        config.max_blocks_per_sequence = whole(
+            max_blocks_per_sequence,
+            "max_blocks_per_sequence",
+            i64::from(longest),
+            longest,
+        )?;
+        let nodes = config.default_table_nodes();
+        config.table_nodes = whole(table_nodes, "table_nodes", 1 << 24, nodes)?;
+        config.prefix_caching = prefix_caching;
+        config.placement = match placement {
+            None => Placement::AddressOrder,
+            Some(given) => match word(given, "placement", &["address", "scatter"])? {
+                "scatter" => Placement::Scatter { seed: seed as u64 },
+                _ => Placement::AddressOrder,
+            },
+        };
+        let budget = config.budget_blocks;
+        config.budget_blocks = whole(budget_blocks, "budget_blocks", most_blocks, budget)?;
+        if let Some(value) = compaction_start {
+            config.compaction_start = ratio(value, "compaction_start")?;
+            config.compaction_stop = config.compaction_stop.min(config.compaction_start);
+        }
+        if let Some(value) = compaction_stop {
+            config.compaction_stop = ratio(value, "compaction_stop")?;
+        }
+        let core = Mmu::new(config).map_err(|failed| core_error(py, failed))?;
+        Ok(Self {
+            core,
+            poisoned: AtomicBool::new(false),
+        })
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> u32 {
+        self.core.config().num_blocks
+    }
+    #[getter]
+    fn block_size(&self) -> u32 {
+        self.core.config().block_size
+    }
+    #[getter]
+    fn null_block(&self) -> u32 {
+        self.core.null_block()
+    }
+    #[getter]
+    fn max_sequences(&self) -> u32 {
+        self.core.config().max_sequences
+    }
+    #[getter]
+    fn max_blocks_per_sequence(&self) -> u32 {
+        self.core.config().max_blocks_per_sequence
+    }
+
+    // -- sequences ---------------------------------------------------------------------------
+
+    #[pyo3(signature = (tokens, *, salt=None, extra_keys=None))]
+    fn open(
+        &self,
+        py: Python<'_>,
+        tokens: Any<'_, '_>,
+        salt: Option<Any<'_, '_>>,
+        extra_keys: Option<Any<'_, '_>>,
+    ) -> PyResult<i64> {
+        let tokens = array::<i32>(tokens, "tokens")?;
+        let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
+        self.long(py, |core| core.open(tokens, keys))
+    }
+
+    fn append<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: i64,
+        tokens: Any<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let tokens = array::<i32>(tokens, "tokens")?;
+        let copies = self.call(py, |core| core.append(sequence, tokens.slice()))?;
+        Ok(pairs(py, &copies, |block| block as i32))
+    }
+
+    fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
+        self.long(py, |core| core.fork(sequence))
+    }
+
+    fn truncate(&self, py: Python<'_>, sequence: i64, num_tokens: Any<'_, '_>) -> PyResult<()> {
+        let tokens = count(num_tokens, "num_tokens", 0)?;
+        self.long(py, |core| core.truncate(sequence, tokens))
+    }
+
+    fn close(&self, py: Python<'_>, sequence: i64) -> PyResult<()> {
+        self.long(py, |core| core.close(sequence))
+    }
+
+    fn info(&self, py: Python<'_>, sequence: i64) -> PyResult<SequenceInfo> {
+        self.call(py, |core| core.info(sequence)).map(SequenceInfo)
+    }
+
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: i64,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let blocks = self.call(py, |core| core.block_table(sequence))?;
+        let blocks: Vec<i32> = blocks.into_iter().map(|block| block as i32).collect();
+        Ok(blocks.into_pyarray(py))
+    }
+
+    fn translate<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: i64,
+        positions: Any<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let positions = array::<i64>(positions, "positions")?;
+        let slots = self.call(py, |core| core.translate(sequence, positions.slice()))?;
+        Ok(slots.into_pyarray(py))
+    }
+
+    fn sequences<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        Ok(self.get(py, Mmu::sequences)?.into_pyarray(py))
+    }
+
+    #[pyo3(name = "match", signature = (tokens, *, salt=None, extra_keys=None))]
+    fn match_(
+        &self,
+        py: Python<'_>,
+        tokens: Any<'_, '_>,
+        salt: Option<Any<'_, '_>>,
+        extra_keys: Option<Any<'_, '_>>,
+    ) -> PyResult<u32> {
+        let tokens = array::<i32>(tokens, "tokens")?;
+        let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
+        self.long(py, |core| Ok(core.matched_tokens(tokens, &keys)))
+    }
+
+    #[pyo3(signature = (tokens, *, salt=None, extra_keys=None))]
+    fn quote(
+        &self,
+        py: Python<'_>,
+        tokens: Any<'_, '_>,
+        salt: Option<Any<'_, '_>>,
+        extra_keys: Option<Any<'_, '_>>,
+    ) -> PyResult<Quote> {
+        let tokens = array::<i32>(tokens, "tokens")?;
+        let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
+        self.long(py, |core| Ok(core.quote(tokens, &keys)))
+            .map(Quote)
+    }
+
+    // -- steps -------------------------------------------------------------------------------
+
+    fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
+        self.get(py, Mmu::begin_step)
+    }
+
+    #[pyo3(signature = (step, sequences, tables, *, query_lens=None, new_tokens=None))]
+    fn prepare<'py>(
+        &self,
+        py: Python<'py>,
+        step: u64,
+        sequences: Any<'_, 'py>,
+        tables: &BlockTables,
+        query_lens: Option<Any<'_, 'py>>,
+        new_tokens: Option<Any<'_, 'py>>,
+    ) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let ids = array::<i64>(sequences, "sequences")?;
+        let lens = optional::<i32>(query_lens, "query_lens")?;
+        let new = optional::<i32>(new_tokens, "new_tokens")?;
+        let (ids, lens) = (ids.slice(), lens.as_ref().map(|lens| lens.slice()));
+        let new = new.as_ref().map(|new| new.slice());
+        let copies = tables.with(py, |rows, buffers| {
+            self.call(py, |core| core.prepare(step, ids, lens, new, rows, buffers))
+        })??;
+        Ok(pairs(py, &copies, |block| block as i32))
+    }
+
+    fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.call(py, |core| core.written(step))
+    }
+
+    fn cancel(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.call(py, |core| core.cancel(step))
+    }
+
+    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        self.call(py, |core| core.end_step(step))
+    }
+
+    fn steps_in_flight(&self, py: Python<'_>) -> PyResult<usize> {
+        self.get(py, Mmu::steps_in_flight)
+    }
+
+    // -- tables ------------------------------------------------------------------------------
+
+    fn register_tables(
+        &self,
+        block_table: Any<'_, '_>,
+        seq_lens: Any<'_, '_>,
+        slot_mapping: Any<'_, '_>,
+        query_start_loc: Any<'_, '_>,
+    ) -> PyResult<BlockTables> {
+        BlockTables::register(
+            &self.core,
+            block_table,
+            seq_lens,
+            slot_mapping,
+            query_start_loc,
+        )
+    }
+
+    fn export(&self, py: Python<'_>, sequences: Any<'_, '_>, tables: &BlockTables) -> PyResult<()> {
+        let ids = array::<i64>(sequences, "sequences")?;
+        tables.with(py, |rows, buffers| {
+            self.call(py, |core| core.export(ids.slice(), rows, buffers))
+        })?
+    }
+
+    // -- blocks ------------------------------------------------------------------------------
+
+    fn pin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let blocks = array::<i64>(blocks, "blocks")?;
+        self.call(py, |core| core.pin(blocks.slice()))
+    }
+
+    fn unpin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let blocks = array::<i64>(blocks, "blocks")?;
+        self.call(py, |core| core.unpin(blocks.slice()))
+    }
+
+    fn evict(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<u32> {
+        let n = count(num_blocks, "num_blocks", 0)?;
+        self.long(py, |core| Ok(core.evict(n)))
+    }
+
+    fn references<'py>(
+        &self,
+        py: Python<'py>,
+        blocks: Any<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let blocks = array::<i64>(blocks, "blocks")?;
+        let references = self.call(py, |core| core.references(blocks.slice()))?;
+        let references: Vec<i64> = references.into_iter().map(i64::from).collect();
+        Ok(references.into_pyarray(py))
+    }
+
+    fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let states = self.get(py, Mmu::states)?;
+        let dict = PyDict::new(py);
+        dict.set_item("empty", states.empty)?;
+        dict.set_item("destined", states.destined)?;
+        dict.set_item("in_use", states.in_use)?;
+        dict.set_item("cached", states.cached)?;
+        dict.set_item("fenced", states.fenced)?;
+        dict.set_item("offline", states.offline)?;
+        dict.set_item("available", states.available)?;
+        Ok(dict)
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (name, value) in self.get(py, Mmu::stats)?.entries() {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    fn measure(&self, py: Python<'_>) -> PyResult<Measure> {
+        self.long(py, |core| Ok(core.measure())).map(Measure)
+    }
+
+    // -- compaction --------------------------------------------------------------------------
+
+    #[pyo3(signature = (num_blocks, *, max_blocks=None))]
+    fn plan_free_run(
+        &self,
+        py: Python<'_>,
+        num_blocks: Any<'_, '_>,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Plan> {
+        let n = count(num_blocks, "num_blocks", 1)?;
+        let most = limit(max_blocks)?;
+        self.long(py, |core| core.plan_free_run(n, most)).map(Plan)
+    }
+
+    #[pyo3(signature = (ratio, *, max_blocks=None))]
+    fn plan_below(
+        &self,
+        py: Python<'_>,
+        ratio: Any<'_, '_>,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Plan> {
+        let (ratio, most) = (crate::convert::ratio(ratio, "ratio")?, limit(max_blocks)?);
+        self.long(py, |core| core.plan_below(ratio, most)).map(Plan)
+    }
+
+    fn plan_compaction(&self, py: Python<'_>) -> PyResult<Option<Plan>> {
+        let plan = self.long(py, |core| Ok(core.plan_compaction()))?;
+        Ok(plan.map(Plan))
+    }
+
+    fn begin(&self, py: Python<'_>, plan: &Plan) -> PyResult<Moves> {
+        self.long(py, |core| core.begin(&plan.0)).map(Moves)
+    }
+
+    fn commit(&self, py: Python<'_>, moves: &Moves) -> PyResult<u32> {
+        self.long(py, |core| core.commit(&moves.0))
+    }
+
+    fn abort(&self, py: Python<'_>, moves: &Moves) -> PyResult<()> {
+        self.long(py, |core| core.abort(&moves.0))
+    }
+
+    // -- checks ------------------------------------------------------------------------------
+
+    #[pyo3(signature = (tables=None))]
+    fn validate(&self, py: Python<'_>, tables: Option<&BlockTables>) -> PyResult<()> {
+        let checked = match tables {
+            None => self.get(py, |core| core.validate(None))?,
+            Some(tables) => tables.with(py, |rows, buffers| {
+                self.get(py, |core| core.validate(Some((rows, buffers))))
+            })??,
+        };
+        checked.map_err(|broken| internal(py, broken.to_string()))
+    }
+
+    fn _panic_for_test(&self, py: Python<'_>) -> PyResult<()> {
+        self.get(py, |_| panic!("on purpose"))
+    }
+}
+
+/// Most moves of one plan.
+fn limit(max_blocks: Option<Any<'_, '_>>) -> PyResult<u32> {
+    max_blocks.map_or(Ok(u32::MAX), |value| count(value, "max_blocks", 1))
+}

@@ -1,0 +1,135 @@
+//! Registered output buffers.
+
+use std::sync::Mutex;
+
+use kvmmu::{RowBuffers, Rows};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+use crate::convert::describe;
+use crate::errors::error;
+
+/// The caller's arrays, kept alive, and what is in them.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct BlockTables {
+    block_table: Py<PyArray2<i32>>,
+    seq_lens: Py<PyArray1<i32>>,
+    slot_mapping: Py<PyArray1<i64>>,
+    query_start_loc: Py<PyArray1<i32>>,
+    rows: Mutex<Rows>,
+}
+
+fn checked<'py, A>(value: &Bound<'py, PyAny>, name: &str, wanted: &str) -> PyResult<Bound<'py, A>>
+where
+    A: pyo3::PyTypeCheck,
+    Bound<'py, A>: PyUntypedArrayMethods<'py>,
+{
+    match value.cast::<A>() {
+        Ok(array) if array.is_c_contiguous() => Ok(array.clone()),
+        _ => {
+            let message = format!(
+                "{name} is {}: allowed is {wanted}, C-contiguous",
+                describe(value)
+            );
+            Err(error(value.py(), "InvalidConfig", message, &[]))
+        }
+    }
+}
+
+impl BlockTables {
+    /// Checks the arrays, fills them as empty and keeps them.
+    pub fn register(
+        mmu: &kvmmu::Mmu,
+        block_table: &Bound<'_, PyAny>,
+        seq_lens: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        query_start_loc: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let py = block_table.py();
+        let table: Bound<'_, PyArray2<i32>> = checked(block_table, "block_table", "int32 [B, W]")?;
+        let lens: Bound<'_, PyArray1<i32>> = checked(seq_lens, "seq_lens", "int32 [B]")?;
+        let slots: Bound<'_, PyArray1<i64>> = checked(slot_mapping, "slot_mapping", "int64 [T]")?;
+        let starts: Bound<'_, PyArray1<i32>> =
+            checked(query_start_loc, "query_start_loc", "int32 [B + 1]")?;
+        let (rows, width) = (table.shape()[0], table.shape()[1]);
+        if lens.len() != rows || starts.len() != rows + 1 {
+            let message = format!(
+                "block_table has {rows} rows: seq_lens must have as many and query_start_loc one \
+                 more, they have {} and {}",
+                lens.len(),
+                starts.len()
+            );
+            return Err(error(py, "InvalidConfig", message, &[]));
+        }
+        let rows = Rows::new(mmu, rows, width, slots.len())
+            .map_err(|failed| crate::errors::core_error(py, failed))?;
+        let tables = Self {
+            block_table: table.unbind(),
+            seq_lens: lens.unbind(),
+            slot_mapping: slots.unbind(),
+            query_start_loc: starts.unbind(),
+            rows: Mutex::new(rows),
+        };
+        tables.with(py, |rows, buffers| rows.clear(buffers))?;
+        Ok(tables)
+    }
+
+    /// Lends rows and buffers to one call.
+    pub fn with<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Rows, &mut RowBuffers<'_>) -> T,
+    ) -> PyResult<T> {
+        let busy = || {
+            let message = "these tables are in use by another call, overlap each other, or are \
+                           not writable";
+            error(py, "ConcurrentUse", message.into(), &[])
+        };
+        let mut rows = self.rows.try_lock().map_err(|_| busy())?;
+        let mut table = (self.block_table.bind(py).try_readwrite()).map_err(|_| busy())?;
+        let mut lens = (self.seq_lens.bind(py).try_readwrite()).map_err(|_| busy())?;
+        let mut slots = (self.slot_mapping.bind(py).try_readwrite()).map_err(|_| busy())?;
+        let mut starts = (self.query_start_loc.bind(py).try_readwrite()).map_err(|_| busy())?;
+        let mut buffers = RowBuffers {
+            block_table: table.as_slice_mut()?,
+            seq_lens: lens.as_slice_mut()?,
+            slot_mapping: slots.as_slice_mut()?,
+            query_start_loc: starts.as_slice_mut()?,
+        };
+        Ok(call(&mut rows, &mut buffers))
+    }
+
+    fn rows(&self) -> std::sync::MutexGuard<'_, Rows> {
+        self.rows
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl BlockTables {
+    #[getter]
+    fn block_table<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<i32>> {
+        self.block_table.bind(py).clone()
+    }
+    #[getter]
+    fn seq_lens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.seq_lens.bind(py).clone()
+    }
+    #[getter]
+    fn slot_mapping<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        self.slot_mapping.bind(py).clone()
+    }
+    #[getter]
+    fn query_start_loc<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.query_start_loc.bind(py).clone()
+    }
+    #[getter]
+    fn num_rows(&self) -> usize {
+        self.rows().num_rows()
+    }
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.rows().num_tokens()
+    }
+}

@@ -1,0 +1,243 @@
+//! Plain values that the manager returns.
+
+use kvmmu::compact::measure::Runs;
+use numpy::{IntoPyArray, PyArray1, PyArray2};
+use pyo3::prelude::*;
+
+use crate::errors::{core_error, error};
+
+/// Pairs of block numbers as an array of shape [n, 2]. `as_element` is the identity, or the cast
+/// to int32: block numbers are below 2^31.
+pub fn pairs<'py, T: numpy::Element>(
+    py: Python<'py>,
+    pairs: &[[u32; 2]],
+    as_element: impl Fn(u32) -> T,
+) -> Bound<'py, PyArray2<T>> {
+    let flat: Vec<T> = pairs
+        .iter()
+        .flatten()
+        .map(|&block| as_element(block))
+        .collect();
+    let array = numpy::ndarray::Array2::from_shape_vec((pairs.len(), 2), flat);
+    array.expect("two numbers a pair").into_pyarray(py)
+}
+
+/// Numbers about one sequence.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct SequenceInfo(pub kvmmu::SequenceInfo);
+
+#[pymethods]
+impl SequenceInfo {
+    #[getter]
+    fn num_tokens(&self) -> u32 {
+        self.0.num_tokens
+    }
+    #[getter]
+    fn num_cached_tokens(&self) -> u32 {
+        self.0.num_cached_tokens
+    }
+    #[getter]
+    fn num_scheduled(&self) -> u32 {
+        self.0.num_scheduled
+    }
+    #[getter]
+    fn num_written(&self) -> u32 {
+        self.0.num_written
+    }
+    #[getter]
+    fn num_blocks(&self) -> u32 {
+        self.0.num_blocks
+    }
+    #[getter]
+    fn num_runs(&self) -> u32 {
+        self.0.num_runs
+    }
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// Whether a prompt could be opened.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct Quote(pub kvmmu::Quote);
+
+#[pymethods]
+impl Quote {
+    #[getter]
+    fn when(&self) -> &'static str {
+        match self.0.when {
+            kvmmu::When::Now => "now",
+            kvmmu::When::Moves => "moves",
+            kvmmu::When::Frees => "frees",
+            kvmmu::When::Never => "never",
+        }
+    }
+    #[getter]
+    fn moves(&self) -> u32 {
+        self.0.moves
+    }
+    #[getter]
+    fn needed(&self) -> u32 {
+        self.0.needed
+    }
+    #[getter]
+    fn available(&self) -> u32 {
+        self.0.available
+    }
+    #[getter]
+    fn num_cached_tokens(&self) -> u32 {
+        self.0.num_cached_tokens
+    }
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// How scattered memory is.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct Measure(pub kvmmu::Measure);
+
+impl Measure {
+    fn available_runs(&self) -> &Runs {
+        &self.0.available
+    }
+}
+
+#[pymethods]
+impl Measure {
+    #[getter]
+    fn ratio_empty(&self) -> f64 {
+        self.0.ratio_empty()
+    }
+    #[getter]
+    fn ratio_available(&self) -> f64 {
+        self.0.ratio_available()
+    }
+    #[getter]
+    fn empty(&self) -> u32 {
+        self.0.empty.total
+    }
+    #[getter]
+    fn available(&self) -> u32 {
+        self.available_runs().total
+    }
+    #[getter]
+    fn largest_run_empty(&self) -> u32 {
+        self.0.empty.largest
+    }
+    #[getter]
+    fn largest_run_available(&self) -> u32 {
+        self.available_runs().largest
+    }
+    #[getter]
+    fn free_windows(&self) -> u32 {
+        self.available_runs().free_windows
+    }
+    #[getter]
+    fn run_histogram<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let histogram = self.available_runs().histogram;
+        histogram.map(|runs| runs as i64).to_vec().into_pyarray(py)
+    }
+    #[getter]
+    fn sequences(&self) -> u32 {
+        self.0.sequences
+    }
+    #[getter]
+    fn runs(&self) -> u64 {
+        self.0.runs
+    }
+    #[getter]
+    fn runs_per_sequence(&self) -> f64 {
+        self.0.runs_per_sequence()
+    }
+    #[getter]
+    fn unused_slots(&self) -> u64 {
+        self.0.unused_slots
+    }
+}
+
+/// Proposed moves.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct Plan(pub kvmmu::Plan);
+
+#[pymethods]
+impl Plan {
+    #[getter]
+    fn goal(&self) -> String {
+        match self.0.goal {
+            kvmmu::Goal::FreeRun(n) => format!("free_run({n})"),
+            kvmmu::Goal::Below(ratio) => format!("below({ratio})"),
+        }
+    }
+    #[getter]
+    fn pairs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u32>> {
+        pairs(py, &self.0.pairs, |block| block)
+    }
+    #[getter]
+    fn complete(&self) -> bool {
+        self.0.complete
+    }
+    #[getter]
+    fn remaining(&self) -> u32 {
+        self.0.remaining
+    }
+    #[getter]
+    fn predicted_run(&self) -> u32 {
+        self.0.predicted_run
+    }
+    #[getter]
+    fn predicted_ratio(&self) -> f64 {
+        self.0.predicted_ratio
+    }
+    fn __len__(&self) -> usize {
+        self.0.pairs.len()
+    }
+    fn __repr__(&self) -> String {
+        format!(
+            "Plan({}, {} moves, {} remaining)",
+            self.goal(),
+            self.0.pairs.len(),
+            self.0.remaining
+        )
+    }
+}
+
+/// Moves that have begun.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct Moves(pub kvmmu::Moves);
+
+#[pymethods]
+impl Moves {
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.0.epoch()
+    }
+    #[getter]
+    fn pairs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u32>> {
+        pairs(py, self.0.pairs(), |block| block)
+    }
+    fn to_bytes(&self) -> Vec<u8> {
+        self.0.to_bytes()
+    }
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        kvmmu::Moves::from_bytes(data)
+            .map(Self)
+            .map_err(|error| core_error(py, error))
+    }
+    fn __len__(&self) -> usize {
+        self.0.pairs().len()
+    }
+    fn __repr__(&self) -> String {
+        format!(
+            "Moves(epoch {}, {} moves)",
+            self.0.epoch(),
+            self.0.pairs().len()
+        )
+    }
+}
+
+/// An error of the core that has no place for numbers.
+pub fn internal(py: Python<'_>, message: String) -> PyErr {
+    error(py, "InternalError", message, &[])
+}
