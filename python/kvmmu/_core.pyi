@@ -11,6 +11,20 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "MMU",
+    "BlockTables",
+    "Measure",
+    "Moves",
+    "Plan",
+    "Quote",
+    "SequenceInfo",
+    "__version__",
+    "build",
+    "copy_blocks",
+    "cpu_features",
+]
+
 __version__: str
 build: str
 """Profile and target that the extension was built for."""
@@ -28,6 +42,8 @@ class MMU:
         max_sequences: sequences open at once, 1 .. 262144.
         max_blocks_per_sequence: longest sequence in blocks, 1 .. 262144 and at most
             ``num_blocks``; default: the smaller of the two.
+        table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**24; default: enough for
+            every mix of sequences, or 65,536 where that would be more (see ``OutOfTables``).
         prefix_caching: keep the blocks of closed sequences for later prompts.
         placement: ``"address"`` (lowest address first) or ``"scatter"`` (pseudo-random, from
             ``seed``: the worst case, for tests).
@@ -47,6 +63,7 @@ class MMU:
         *,
         max_sequences: int = 1024,
         max_blocks_per_sequence: int | None = None,
+        table_nodes: int | None = None,
         prefix_caching: bool = True,
         placement: str = "address",
         budget_blocks: int = 32,
@@ -71,7 +88,7 @@ class MMU:
         self,
         tokens: npt.NDArray[np.int32],
         *,
-        salt: bytes = b"",
+        salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> int:
         """Opens a sequence for a prompt and claims all of its blocks (all or nothing).
@@ -97,7 +114,7 @@ class MMU:
 
         Returns:
             int32 [c, 2], (source, destination): copy-on-write copies that must be carried out
-            before the step that writes.
+            before the next step or move.
         """
     def fork(self, sequence: int) -> int:
         """A new sequence that shares every block. Positions that a step in flight has not yet
@@ -118,7 +135,7 @@ class MMU:
         self,
         tokens: npt.NDArray[np.int32],
         *,
-        salt: bytes = b"",
+        salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> int:
         """Tokens of this prompt that ``open`` would find cached. Changes nothing."""
@@ -126,7 +143,7 @@ class MMU:
         self,
         tokens: npt.NDArray[np.int32],
         *,
-        salt: bytes = b"",
+        salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> Quote:
         """Says whether ``open`` would succeed, without raising and without changing anything."""
@@ -157,7 +174,8 @@ class MMU:
             new_tokens: int32 [k] or None.
 
         Returns:
-            int32 [c, 2] copy-on-write copies (source, destination) to run before the step.
+            int32 [c, 2] copy-on-write copies (source, destination) to run before the step, and even
+            if it is cancelled.
 
         Raises:
             OutOfBlocks, UnknownSequence, ConcurrentUse, LimitExceeded (a row, the rows or the

@@ -78,7 +78,7 @@ class InvalidConfig(KVCacheError, ValueError):
 
 
 class LimitExceeded(KVCacheError, ValueError):
-    """A sequence, a row or a batch would grow past a fixed limit. Numbers: ``needed``, ``limit``."""
+    """A sequence, a row or a batch would pass a fixed limit. Numbers: ``needed``, ``limit``."""
 
 
 class InvalidBlock(KVCacheError, ValueError):

@@ -130,7 +130,7 @@ pub fn array<'py, T: Element>(value: &Bound<'py, PyAny>, name: &str) -> PyResult
     })
 }
 
-/// As [`array`], or `None`.
+/// As [`array()`], or `None`.
 pub fn optional<'py, T: Element>(
     value: Option<&Bound<'py, PyAny>>,
     name: &str,

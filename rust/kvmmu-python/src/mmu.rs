@@ -74,7 +74,9 @@ impl MMU {
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
         table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
         compaction_start=None, compaction_stop=None, seed=0
-    ))]
+    ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
+        max_blocks_per_sequence=None, table_nodes=None, prefix_caching=True, placement='address', \
+        budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, seed=0)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,

@@ -198,10 +198,10 @@ impl Mmu {
     fn remove_unsettled(&self, movable: &mut [u64]) {
         for (_, cell) in self.used_slots() {
             let sequence = lock(cell);
-            if sequence.open && sequence.written < sequence.scheduled {
-                let first = sequence.written / self.config.block_size;
-                let last = self.blocks_for(sequence.scheduled);
-                for block in self.table.blocks(sequence.space, first, last) {
+            let mapped = self.blocks_for(sequence.tokens);
+            let unsettled = sequence.unsettled(self.config.block_size, mapped);
+            if sequence.open && !unsettled.is_empty() {
+                for block in (self.table).blocks(sequence.space, unsettled.start, unsettled.end) {
                     set(movable, block, false);
                 }
             }

@@ -82,9 +82,9 @@ impl Mmu {
         self.reverse.mappings(&shared.chains, block, &mut mappings);
         mappings.iter().any(|vbn| {
             let sequence = lock(&self.slots[vbn.slot() as usize]);
-            let first = sequence.written / self.config.block_size;
-            let last = self.blocks_for(sequence.scheduled);
-            sequence.written < sequence.scheduled && (first..last).contains(&vbn.index())
+            let mapped = self.blocks_for(sequence.tokens);
+            let unsettled = sequence.unsettled(self.config.block_size, mapped);
+            unsettled.contains(&vbn.index())
         })
     }
 

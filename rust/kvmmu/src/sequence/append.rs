@@ -30,19 +30,17 @@ impl Mmu {
         let mut rows = [row];
         let mut shared = None;
         let needed = self.plan_writes(&mut rows, &mut shared);
-        let reserved = match self.reserve(needed, 0) {
+        let reserved = match self.reserve_with(needed, &mut shared) {
             Ok(reserved) => reserved,
             Err(error) => {
                 self.table.trim(space, mapped, blocks);
                 return Err(error);
             }
         };
-        if reserved.1 > 0 {
-            shared.get_or_insert_with(|| self.shared());
-        }
         let fresh = self.take(reserved, shared.as_deref_mut());
         let mut copies = Vec::new();
         self.grow(
+            None,
             &mut rows[0],
             shared.as_deref_mut(),
             &mut &fresh[..],

@@ -44,6 +44,7 @@ impl Mmu {
             tokens: parent.tokens,
             scheduled: parent.written,
             written: parent.written,
+            unsettled_to: parent.written,
             cached: 0,
             unknown_from: parent.unknown_from,
             published: parent.published,

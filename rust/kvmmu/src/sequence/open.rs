@@ -81,7 +81,7 @@ impl Mmu {
         let limit = self.matchable(tokens.len());
         let matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
         let needed = blocks - matched.len() as u32;
-        let reserved = match self.reserve(needed, self.evictable_among(&matched)) {
+        let reserved = match self.reserve(&shared, needed, self.evictable_among(&matched)) {
             Ok(reserved) => reserved,
             Err(error) => {
                 self.table.trim(sequence.space, 0, blocks);

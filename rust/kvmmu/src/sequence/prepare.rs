@@ -15,7 +15,8 @@ impl Mmu {
     /// there must be exactly as many as the rows lack. `None`: their values are not known, and
     /// blocks that hold them are never published.
     ///
-    /// Returns the copies (source, destination) to carry out before the step.
+    /// Returns the copies (source, destination) to carry out before the step, and even if it is
+    /// cancelled.
     pub fn prepare(
         &self,
         step: u64,
@@ -75,8 +76,16 @@ impl Mmu {
                 tokens = Some(rest);
                 own
             });
-            self.grow(row, shared.as_deref_mut(), &mut fresh, own, &mut copies);
+            self.grow(
+                Some(step),
+                row,
+                shared.as_deref_mut(),
+                &mut fresh,
+                own,
+                &mut copies,
+            );
             row.sequence.scheduled = row.to;
+            row.sequence.unsettled_to = row.sequence.unsettled_to.max(row.to);
             entries.push(entry);
 
             rows.write(self, i, row.id, &row.sequence, buffers);
@@ -156,10 +165,7 @@ impl Mmu {
         }
         let mut shared = None;
         let needed = self.plan_writes(batch, &mut shared);
-        let reserved = self.reserve(needed, 0)?;
-        if reserved.1 > 0 {
-            shared.get_or_insert_with(|| self.shared());
-        }
+        let reserved = self.reserve_with(needed, &mut shared)?;
         let mut steps = self.steps();
         if let Err(error) = steps.get(step) {
             self.pool.unreserve(reserved.0);

@@ -65,13 +65,14 @@ impl Mmu {
         let mut shared = None;
         for (sequence, written) in held.sequences.iter_mut().zip(expected) {
             sequence.written = written;
+            sequence.settle();
             let full = written.min(sequence.unknown_from) / size;
             if self.config.prefix_caching && full > sequence.published {
                 self.publish(sequence, full, shared.get_or_insert_with(|| self.shared()));
             }
         }
-        self.steps().get(step)?.entries.clear();
-        Ok(())
+        drop(shared);
+        self.settled(step)
     }
 
     /// Offers the blocks of a sequence up to `full` to the prefix index.
@@ -103,6 +104,9 @@ impl Mmu {
             let Some(owner) = *owner else { continue };
             let (scheduled, tokens) = expected[owner];
             let grew = entry.tokens_after != entry.tokens_before;
+            if entry.from == entry.to && !grew {
+                continue; // a truncation has taken it back already
+            }
             if entry.to != scheduled || (grew && entry.tokens_after != tokens) {
                 let reason = format!(
                     "a sequence has gone on to {scheduled} of {tokens} tokens since it was \
@@ -118,12 +122,24 @@ impl Mmu {
         for (entry, owner) in held.entries.iter().zip(&held.owners).rev() {
             let Some(owner) = *owner else { continue };
             let sequence = &mut held.sequences[owner];
+            if entry.from == entry.to && entry.tokens_after == entry.tokens_before {
+                sequence.settle();
+                continue;
+            }
             if entry.tokens_after != entry.tokens_before {
                 self.shorten(entry.slot, sequence, entry.tokens_before, &mut shared);
                 sequence.unknown_from = entry.unknown_before;
             }
             sequence.scheduled = entry.from;
+            sequence.settle();
         }
+        drop(shared);
+        self.settled(step)
+    }
+
+    /// Nothing of the step is open any more.
+    fn settled(&self, step: u64) -> Result<()> {
+        self.stop_awaiting(step);
         self.steps().get(step)?.entries.clear();
         Ok(())
     }

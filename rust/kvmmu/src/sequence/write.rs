@@ -75,10 +75,11 @@ impl Mmu {
         }
     }
 
-    /// Second pass for one row: copies on write, maps what is new, stores the tokens (`None`: not
-    /// known). `fresh` yields the claimed blocks.
+    /// Second pass for one row: copies on write (which wait for the start of `step`), maps what is
+    /// new, stores the tokens (`None`: not known). `fresh` yields the claimed blocks.
     pub(super) fn grow(
         &self,
+        step: Option<u64>,
         row: &mut Row<'_>,
         mut shared: Option<&mut Shared>,
         fresh: &mut &[u32],
@@ -95,7 +96,12 @@ impl Mmu {
                 let (new, rest) = fresh.split_first().expect("claimed for this");
                 *fresh = rest;
                 copies.push([block, *new]);
-                self.copy_on_write(sequence, shared, Vbn::new(slot, index), mapped, block, *new);
+                let vbn = Vbn::new(slot, index);
+                self.copy_on_write(sequence, shared, vbn, mapped, block, *new);
+                if let Some(step) = step {
+                    shared.awaited.insert(*new, step);
+                    self.pool.set_stuck(*new, true);
+                }
             } else {
                 self.write_in_place(shared, block);
             }

@@ -62,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) moving: HashMap<u32, (u64, usize)>,
     pub(crate) transactions: BTreeMap<u64, Vec<Move>>,
     pub(crate) next_epoch: u64,
+    /// Destinations of copies on write that wait for the start of a step in flight.
+    pub(crate) awaited: HashMap<u32, u64>,
     /// Cached blocks that a step in flight may still read: not evictable before it has ended.
     cooling: HashMap<u32, u64>,
     cooling_order: VecDeque<(u64, u32)>,
@@ -141,6 +143,7 @@ impl Mmu {
                 moving: HashMap::default(),
                 transactions: BTreeMap::new(),
                 next_epoch: 1,
+                awaited: HashMap::default(),
                 cooling: HashMap::default(),
                 cooling_order: VecDeque::new(),
                 fenced: VecDeque::new(),
@@ -296,9 +299,27 @@ impl Mmu {
 
     // -- claiming ----------------------------------------------------------------------------
 
+    /// As [`Mmu::reserve`], taking the shared lock only when the empty blocks do not suffice.
+    pub(crate) fn reserve_with<'a>(
+        &'a self,
+        needed: u32,
+        shared: &mut Option<MutexGuard<'a, Shared>>,
+    ) -> Result<(u32, u32)> {
+        if self.pool.reserve(needed) {
+            return Ok((needed, 0));
+        }
+        self.reserve(shared.get_or_insert_with(|| self.shared()), needed, 0)
+    }
+
     /// Reserves `needed` blocks: from the empty ones, and for the rest from the evictable ones, of
-    /// which `protected` are spoken for. Returns (reserved, to evict).
-    pub(crate) fn reserve(&self, needed: u32, protected: u32) -> Result<(u32, u32)> {
+    /// which `protected` are spoken for. Returns (reserved, to evict). What is to be evicted stays
+    /// there while the caller holds the shared lock.
+    pub(crate) fn reserve(
+        &self,
+        _shared: &Shared,
+        needed: u32,
+        protected: u32,
+    ) -> Result<(u32, u32)> {
         let reserved = self.pool.reserve_up_to(needed);
         let short = needed - reserved;
         if short > 0 {
@@ -527,6 +548,19 @@ impl Mmu {
             || word.is_moving()
             || shared.pins.contains_key(&block)
             || shared.cooling.contains_key(&block)
+            || shared.awaited.contains_key(&block)
+    }
+
+    /// A step is settled: the copies on write that it began with have been made.
+    pub(crate) fn stop_awaiting(&self, step: u64) {
+        let mut shared = self.shared();
+        let done = shared.awaited.iter().filter(|&(_, &since)| since == step);
+        for block in done.map(|(&block, _)| block).collect::<Vec<_>>() {
+            shared.awaited.remove(&block);
+            if !self.pool.is_empty(block) {
+                self.refresh_stuck(&shared, block);
+            }
+        }
     }
 
     /// The source of a move is about to be written or pinned: its move falls out of the commit.

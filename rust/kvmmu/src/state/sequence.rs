@@ -20,6 +20,9 @@ pub(crate) struct Sequence {
     pub(crate) scheduled: u32,
     /// Tokens whose KV is known to be written.
     pub(crate) written: u32,
+    /// Positions from `written` to here may be written by a step in flight, even if a truncation has
+    /// taken them back since.
+    pub(crate) unsettled_to: u32,
     /// Tokens found cached by `open`.
     pub(crate) cached: u32,
     /// First token whose value is not known; blocks from there on are never published.
@@ -44,6 +47,7 @@ impl Sequence {
             tokens: 0,
             scheduled: 0,
             written: 0,
+            unsettled_to: 0,
             cached: 0,
             unknown_from: NONE,
             published: 0,
@@ -51,6 +55,22 @@ impl Sequence {
             runs: 0,
             last: NONE,
             keys: None,
+        }
+    }
+
+    /// All that was scheduled is written: no step in flight writes any of its blocks.
+    pub(crate) fn settle(&mut self) {
+        if self.written == self.scheduled {
+            self.unsettled_to = self.written;
+        }
+    }
+
+    /// Logical blocks that a step in flight may be writing, of `mapped` ones.
+    pub(crate) fn unsettled(&self, block_size: u32, mapped: u32) -> std::ops::Range<u32> {
+        if self.written < self.unsettled_to {
+            self.written / block_size..self.unsettled_to.div_ceil(block_size).min(mapped)
+        } else {
+            0..0
         }
     }
 

@@ -1,0 +1,130 @@
+"""One KV memory: an MMU, NumPy storage under it, a mover, and the tables that a model would read.
+
+What lives here: :class:`Machine`, which builds the parts for a run, and writes and reads contents
+only through what the MMU exported. What never lives here: requests, time, decisions.
+
+Two regions are stored, and a move copies both: 8 bytes for each token position (``contents``) and
+8 bytes a block that say which logical block was written there (``owners``; see :mod:`.sharing`).
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from .._core import MMU, BlockTables
+from ..errors import InvalidConfig
+from ..movers import CPUMover, Mover
+from ..storage import Storage
+from .metrics import TimedMMU
+from .options import MAX_SEQUENCE_BLOCKS, Options
+
+__all__ = ["Machine"]
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+MAX_TABLE_ENTRIES = 1 << 28
+_METADATA_BYTES = 32
+"""Generous guess of what the MMU itself keeps for a block."""
+
+
+class Machine:
+    """An MMU with everything around it.
+
+    Args:
+        options: pool, block size, placement, sabotage.
+        rows: requests in one batch.
+        longest: tokens of the longest sequence that will be opened.
+        slots: most tokens written in one step.
+
+    Raises:
+        InvalidConfig: when this would not fit into the machine's memory, or the block table would
+            be larger than 1 GiB.
+    """
+
+    def __init__(self, options: Options, *, rows: int, longest: int, slots: int) -> None:
+        self.block_size = options.block_size
+        self.num_blocks = options.blocks
+        self.null_block = options.blocks
+        width = min(options.blocks, MAX_SEQUENCE_BLOCKS, max(1, -(-longest // self.block_size)))
+        _check_memory(options, rows, width, slots)
+        mmu = MMU(
+            options.blocks,
+            options.block_size,
+            max_sequences=rows,
+            max_blocks_per_sequence=width,
+            placement=options.placement,
+            budget_blocks=options.budget_blocks,
+            seed=options.seed,
+        )
+        try:
+            contents = np.zeros((options.blocks + 1, self.block_size), dtype=np.uint64)
+            owners = np.zeros((options.blocks + 1, 1), dtype=np.uint64)
+            table = np.empty((rows, width + width % 2), dtype=np.int32)
+            slot_mapping = np.empty(slots, dtype=np.int64)
+        except MemoryError as error:
+            raise InvalidConfig(f"--blocks, --block-size: too large for memory ({error})") from None
+        self.contents = contents
+        self._flat = contents.reshape(-1)
+        self.owners = owners.reshape(-1)
+        self.block_table = table
+        self.slot_mapping = slot_mapping
+        self.seq_lens = np.zeros(rows, dtype=np.int32)
+        mover: Mover = CPUMover(Storage.from_numpy([contents, owners]))
+        if options.sabotage is not None:
+            from .sabotage import wrap
+
+            mmu, mover = wrap(options.sabotage, mmu, mover, self)
+        self.tables: BlockTables = mmu.register_tables(
+            self.block_table,
+            self.seq_lens,
+            self.slot_mapping,
+            np.zeros(rows + 1, dtype=np.int32),
+        )
+        self.mmu = TimedMMU(mmu, mover)
+
+    def write(self, count: int, values: U64, owners: U64 | I64) -> None:
+        """Writes the first ``count`` slots of the slot mapping of the step.
+
+        Args:
+            values: uint64 [count], contents.
+            owners: [count], the logical block that each slot belongs to.
+        """
+        slots = self.slot_mapping[:count]
+        self._flat[slots] = values
+        self.owners[slots // self.block_size] = owners
+
+    def read(self, rows: I64, positions: I64) -> U64:
+        """uint64 [k]: what is stored at positions of rows, looked up in the exported table."""
+        blocks = self.block_table[rows, positions // self.block_size]
+        return self.contents[blocks, positions % self.block_size]
+
+    def read_row(self, row: int, tokens: int) -> U64:
+        """uint64 [tokens]: the first positions of a row, looked up in the exported table."""
+        blocks = self.block_table[row, : -(-tokens // self.block_size)]
+        return self.contents[blocks].reshape(-1)[:tokens]
+
+    def block_at(self, row: int, position: int) -> int:
+        return int(self.block_table[row, position // self.block_size])
+
+
+def _check_memory(options: Options, rows: int, width: int, slots: int) -> None:
+    if rows * width > MAX_TABLE_ENTRIES:
+        raise InvalidConfig(
+            f"--max-running: {rows} rows of {width} blocks, allowed: at most "
+            f"{MAX_TABLE_ENTRIES // width} rows with requests of this length and this --block-size"
+        )
+    needed = (options.blocks + 1) * (8 * options.block_size + 8 + _METADATA_BYTES)
+    needed += rows * width * 4 + slots * 24
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return
+    if needed > memory:
+        raise InvalidConfig(
+            f"--blocks: {options.blocks} blocks of {options.block_size} tokens need "
+            f"{needed / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f} GiB"
+        )

@@ -1,0 +1,185 @@
+"""The clock around the MMU, and the figures that a run adds up.
+
+What lives here: :class:`TimedMMU`, which passes every call on and adds the time that it took;
+:class:`Totals`, plain counters. What never lives here: decisions.
+
+``mmu_s`` is all wall time inside kvmmu: every call of the MMU, those of the report (``states``,
+``measure``) and whole compaction passes with their copies included. Writing contents and reading
+them back is the model's part, not kvmmu's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .._core import MMU, BlockTables, Measure, Quote
+from ..compaction import compact
+from ..movers import Mover
+
+__all__ = ["TimedMMU", "Totals"]
+
+T = TypeVar("T")
+
+
+class TimedMMU:
+    """An MMU with a stop watch. :meth:`lap` closes a step and remembers its time."""
+
+    def __init__(self, mmu: MMU, mover: Mover) -> None:
+        self._mmu = mmu
+        self._mover = mover
+        self.total_ns = 0
+        self._lap_from = 0
+        self.laps = array("q")
+        """Nanoseconds inside kvmmu, one entry a step."""
+
+    def lap(self) -> None:
+        self.laps.append(self.total_ns - self._lap_from)
+        self._lap_from = self.total_ns
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        start = perf_counter_ns()
+        try:
+            return call()
+        finally:
+            self.total_ns += perf_counter_ns() - start
+
+    # The calls of every step are written out: a closure would cost as much as some of them.
+
+    def open(self, tokens: npt.NDArray[np.int32]) -> int:
+        start = perf_counter_ns()
+        try:
+            return self._mmu.open(tokens)
+        finally:
+            self.total_ns += perf_counter_ns() - start
+
+    def cached_tokens(self, sequence: int) -> int:
+        return self._timed(lambda: self._mmu.info(sequence).num_cached_tokens)
+
+    def quote(self, tokens: npt.NDArray[np.int32]) -> Quote:
+        return self._timed(lambda: self._mmu.quote(tokens))
+
+    def close(self, sequence: int) -> None:
+        start = perf_counter_ns()
+        try:
+            self._mmu.close(sequence)
+        finally:
+            self.total_ns += perf_counter_ns() - start
+
+    def begin_step(self) -> int:
+        start = perf_counter_ns()
+        step = self._mmu.begin_step()
+        self.total_ns += perf_counter_ns() - start
+        return step
+
+    def prepare(
+        self,
+        step: int,
+        sequences: npt.NDArray[np.int64],
+        tables: BlockTables,
+        query_lens: npt.NDArray[np.int32] | None,
+        new_tokens: npt.NDArray[np.int32],
+    ) -> None:
+        """Prepares, and carries the copies out that copy-on-write asks for."""
+        start = perf_counter_ns()
+        try:
+            copies = self._mmu.prepare(
+                step, sequences, tables, query_lens=query_lens, new_tokens=new_tokens
+            )
+            if len(copies):
+                self._mover.move(copies)
+        finally:
+            self.total_ns += perf_counter_ns() - start
+
+    def written(self, step: int) -> None:
+        start = perf_counter_ns()
+        self._mmu.written(step)
+        self.total_ns += perf_counter_ns() - start
+
+    def end_step(self, step: int) -> None:
+        start = perf_counter_ns()
+        self._mmu.end_step(step)
+        self.total_ns += perf_counter_ns() - start
+
+    def compact(self) -> int:
+        start = perf_counter_ns()
+        moved = compact(self._mmu, self._mover)
+        self.total_ns += perf_counter_ns() - start
+        return moved
+
+    def states(self) -> dict[str, int]:
+        start = perf_counter_ns()
+        states = self._mmu.states()
+        self.total_ns += perf_counter_ns() - start
+        return states
+
+    def measure(self) -> Measure:
+        start = perf_counter_ns()
+        measure = self._mmu.measure()
+        self.total_ns += perf_counter_ns() - start
+        return measure
+
+    def stats(self) -> dict[str, int]:
+        return self._timed(self._mmu.stats)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a run has done so far. Sums, from which :mod:`.report` makes means."""
+
+    requests: int
+    """Requests of the trace."""
+    finished: int = 0
+    refused: int = 0
+    preempted: int = 0
+    """Times that a running request was thrown out to be computed again."""
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    """(request, reason), the first few."""
+
+    prompt_blocks_full: int = 0
+    prompt_blocks_listed: int = 0
+    blocks_found: int = 0
+    """Hits of requests when first opened; reopening after preemption does not count again."""
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    """Prompt tokens that had to be computed, those of preempted requests each time."""
+    generated_tokens: int = 0
+
+    steps: int = 0
+    simulated_s: float = 0.0
+    peak_running: int = 0
+    running_sum: int = 0
+    live_peak: int = 0
+    live_sum: int = 0
+    ratio_sum: float = 0.0
+    runs_sum: float = 0.0
+    runs_steps: int = 0
+    measured: int = 0
+
+    moved_blocks: int = 0
+    """Distinct (old, new) pairs of blocks by which exported rows changed; see :mod:`.seen`."""
+    compactions: int = 0
+    wasted_blocks: int = 0
+    wasted_samples: int = 0
+
+    verified_tokens: int = 0
+    mismatches: int = 0
+    interrupted: bool = False
+
+    def refuse(self, request: int, reason: str) -> None:
+        self.refused += 1
+        if len(self.refusals) < 20:
+            self.refusals.append((request, reason))
+
+    def admit(self, prompt: int, found_tokens: int, block_size: int) -> None:
+        """Counts the prefix hits of a request that was opened for the first time."""
+        self.prompt_tokens += prompt
+        self.prompt_blocks_full += prompt // block_size
+        self.prompt_blocks_listed += -(-prompt // block_size)
+        self.blocks_found += found_tokens // block_size

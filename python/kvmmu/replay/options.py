@@ -1,0 +1,105 @@
+"""What a replay is asked for.
+
+What lives here: :class:`Options`, which refuses a value out of range when it is made and says
+what is allowed. What never lives here: the command line (it only fills this in) and policy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import InvalidConfig
+
+__all__ = ["MAX_BLOCKS", "MAX_ROWS", "MAX_SEQUENCE_BLOCKS", "Options"]
+
+MAX_BLOCKS = 2**31 - 2
+MAX_ROWS = 65_536
+MAX_SEQUENCE_BLOCKS = 262_144
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "blocks": (1, MAX_BLOCKS),
+    "block_size": (1, 4096),
+    "budget_blocks": (1, MAX_BLOCKS),
+    "max_running": (1, MAX_ROWS),
+    "prefill_tokens_per_s": (1, 1e12),
+    "step_ms": (0.001, 60_000),
+    "speed": (1e-6, 1e6),
+    "seed": (0, 2**63 - 1),
+}
+_CHOICES = {
+    "placement": ("address", "scatter"),
+    "sabotage": ("skip-copy", "skip-commit", "early-reuse", "wrong-block"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of one replay.
+
+    Attributes:
+        blocks: usable blocks of the pool.
+        block_size: tokens a block.
+        compaction: whether blocks are moved between steps.
+        budget_blocks: most blocks that one pass of compaction moves.
+        max_running: rows of the block table, which is how many requests run at once.
+        prefill_tokens_per_s: prompt tokens computed in a second of simulated time, all requests
+            together.
+        step_ms: simulated time of a step.
+        speed: how much faster than in the trace the requests arrive.
+        seed: for tokens, verified positions and ``placement="scatter"``.
+        placement: ``"address"`` or ``"scatter"`` (worst case).
+        one_at_a_time: each request alone, without a clock; see :mod:`.alone`.
+        verify: read positions back through the exported tables and compare.
+        sabotage: what to break on purpose; turns ``verify`` on.
+
+    Raises:
+        InvalidConfig: names the option, what was given and what is allowed.
+    """
+
+    blocks: int = 90_000
+    block_size: int = 16
+    compaction: bool = True
+    budget_blocks: int = 32
+    max_running: int = 256
+    prefill_tokens_per_s: float = 200_000.0
+    step_ms: float = 30.0
+    speed: float = 1.0
+    seed: int = 0
+    placement: str = "address"
+    one_at_a_time: bool = False
+    verify: bool = False
+    sabotage: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            in_range(name, getattr(self, name), low, high)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (name == "sabotage" and value is None):
+                raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
+        if self.sabotage is not None:
+            object.__setattr__(self, "verify", True)
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds a step."""
+        return self.step_ms / 1000
+
+    @property
+    def prefill_tokens_per_step(self) -> float:
+        return self.prefill_tokens_per_s * self.step_s
+
+
+def in_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidConfig unless ``low <= value <= high``; NaN is never in range."""
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidConfig(f"{_flag(name)}: {value:g} given, allowed: {low:.12g} to {high:.12g}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _or(choices: tuple[str, ...]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"

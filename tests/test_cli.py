@@ -1,0 +1,301 @@
+"""The command line: exit codes, messages, JSON, Ctrl-C."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvmmu import cli
+
+FIELDS = {
+    "requests", "finished", "refused", "preempted", "prefix_hit_rate", "prefix_hit_rate_listed",
+    "generated_tokens", "steps", "moved_blocks", "aborted_moves", "verified_tokens", "mismatches",
+    "fragmentation_ratio_mean", "runs_per_sequence_mean", "wasted_blocks", "live_peak",
+    "live_mean", "wall_s", "mmu_s", "mmu_us_per_step", "peak_running",
+}  # fmt: skip
+COMMAND = [sys.executable, "-m", "kvmmu.cli"]
+
+
+def kvmmu(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a user would; no traceback, whatever happens."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "100", "TERM": "dumb", **environment},
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command said, boxes and line breaks taken out."""
+    return " ".join((done.stdout + done.stderr).translate({0x2502: " "}).split())
+
+
+# -- fine ----------------------------------------------------------------------------------
+
+
+def test_a_sample_runs_clean_and_its_json_has_every_field(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    done = kvmmu(
+        "replay", "--sample", "--limit", "80", "--placement", "scatter", "--verify", "--json", file
+    )
+    assert done.returncode == 0, said(done)
+    assert done.stderr == ""
+    for word in ("requests", "prefix cache", "moved blocks", "no mismatch"):
+        assert word in said(done)
+    figures = json.loads(file.read_text())
+    assert figures.keys() >= FIELDS
+    assert figures["finished"] == 80
+    assert figures["mismatches"] == figures["wasted_blocks"] == 0
+    assert figures["moved_blocks"] > 0
+    assert figures["verified_tokens"] > 64 * figures["steps"]
+    assert set(figures["mmu_us_per_step"]) == {"mean", "p50", "p99"}
+
+
+def test_quiet_prints_nothing(tmp_path: Path) -> None:
+    done = kvmmu("replay", "--sample", "--limit", "20", "--quiet", "--json", tmp_path / "r.json")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "r.json").exists()
+
+
+def test_trace_files_of_both_formats_run_plain_and_packed(tmp_path: Path) -> None:
+    mooncake = tmp_path / "a"
+    mooncake.write_text(
+        '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n' * 3
+    )
+    azure = tmp_path / "b"
+    azure.write_bytes(
+        gzip.compress(
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            b"2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:48.68,20,1"
+        )
+    )
+    for file, count in ((mooncake, 3), (azure, 2)):
+        done = kvmmu("replay", file, "--blocks", "500", "--verify", "--json", tmp_path / "r.json")
+        assert done.returncode == 0, said(done)
+        assert json.loads((tmp_path / "r.json").read_text())["finished"] == count
+
+
+def test_the_article_sample_takes_a_rate(tmp_path: Path) -> None:
+    counts = []
+    for rate in ("1", "4"):
+        file = tmp_path / "r.json"
+        done = kvmmu(
+            "replay",
+            "--sample",
+            "article",
+            "--rate",
+            rate,
+            "--minutes",
+            "0.5",
+            "--json",
+            file,
+            "-q",
+        )
+        assert done.returncode == 0, said(done)
+        counts.append(json.loads(file.read_text())["requests"])
+    assert counts[1] > counts[0]
+
+
+def test_an_optional_sample_value_is_told_from_the_next_argument() -> None:
+    spell = cli._with_optional_values
+    assert spell(["replay", "--sample"]) == ["replay", "--sample=small"]
+    assert spell(["--sample", "article", "-q"]) == ["--sample=article", "-q"]
+    assert spell(["--sample", "--rate", "2"]) == ["--sample=small", "--rate", "2"]
+    assert spell(["--sample=article"]) == ["--sample=article"]
+    assert spell(["--", "--sample"]) == ["--", "--sample"]
+
+
+def test_version_and_help_are_no_errors() -> None:
+    done = kvmmu("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("kvmmu ")
+    done = kvmmu("replay", "--help")
+    assert done.returncode == 0
+    assert "--one-at-a-time" in done.stdout
+    assert "sabotage" not in done.stdout
+
+
+# -- a check failed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["skip-copy", "skip-commit", "early-reuse", "wrong-block"])
+def test_each_sabotage_exits_1_and_names_the_place(kind: str) -> None:
+    done = kvmmu(
+        "replay", "--sample", "--limit", "80", "--placement", "scatter", "--sabotage", kind
+    )
+    assert done.returncode == 1
+    for word in ("mismatch: request", "sequence", "position", "block", "check failed"):
+        assert word in done.stderr
+
+
+# -- bad input -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--blocks", "0"], "--blocks: 0 given, allowed: 1 to"),
+        (["--blocks", "-5"], "allowed"),
+        (["--blocks", "many"], "--blocks"),
+        (["--blocks", "1.5"], "--blocks"),
+        (["--block-size", "0"], "allowed: 1 to 4096"),
+        (["--budget-blocks", "0"], "allowed"),
+        (["--max-running", "0"], "allowed: 1 to"),
+        (["--prefill-tokens-per-s", "nan"], "allowed"),
+        (["--step-ms", "0"], "allowed"),
+        (["--speed", "0"], "allowed"),
+        (["--speed", "inf"], "allowed"),
+        (["--limit", "0"], "--limit: 0 given, allowed: 1 to"),
+        (["--rate", "0"], "allowed"),
+        (["--minutes", "0"], "allowed"),
+        (["--seed", "-1"], "allowed"),
+        (["--compaction", "maybe"], "'on', 'off'"),
+        (["--placement", "best"], "allowed: address or scatter"),
+        (["--sabotage", "all"], "allowed: skip-copy"),
+        (["--unknown", "1"], "No such option"),
+        (["trace.jsonl"], "TRACE (trace.jsonl) and --sample given"),
+    ],
+)
+def test_a_bad_option_exits_2_and_says_what_is_allowed(arguments: list[str], words: str) -> None:
+    done = kvmmu("replay", "--sample", *arguments)
+    assert done.returncode == 2
+    assert words in said(done)
+
+
+def test_no_trace_exits_2() -> None:
+    done = kvmmu("replay")
+    assert done.returncode == 2
+    assert "--sample" in done.stderr
+
+
+def test_a_bad_trace_exits_2_with_file_line_and_field(tmp_path: Path) -> None:
+    good = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}'
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{good}\n{good.replace('600', '-600')}\n{good[:20]}\n{good}\n")
+    done = kvmmu("replay", file)
+    assert done.returncode == 2
+    assert f"{file}, line 2, input_length: -600 given, allowed" in done.stderr
+    done = kvmmu("replay", file, "--skip-bad-lines", "--json", tmp_path / "r.json")
+    assert done.returncode == 0
+    assert "bad lines 2 skipped" in said(done)
+    assert json.loads((tmp_path / "r.json").read_text())["skipped_lines"] == 2
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "empty", "cut gzip", "10 MB line"])
+def test_a_file_that_is_no_trace_exits_2(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "trace"
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "empty":
+        file.touch()
+    elif kind == "cut gzip":
+        file.write_bytes(gzip.compress(os.urandom(5000).hex().encode())[:2000])
+    elif kind == "10 MB line":
+        file.write_bytes(b"{" + b" " * 10_000_000 + b"}\n")
+    done = kvmmu("replay", file)
+    assert done.returncode == 2
+    assert str(file) in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_run(tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "no" / "r.json", Path("/proc/r.json")):
+        done = kvmmu("replay", tmp_path / "no trace is looked at", "--json", file)
+        assert done.returncode == 2
+        assert f"--json: {file} cannot be written" in done.stderr
+    kvmmu("replay", tmp_path / "missing", "--json", tmp_path / "r.json")
+    assert not (tmp_path / "r.json").exists(), "the check leaves no file behind"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from kvmmu.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert package in done.stderr
+    assert "kvmmu[cli]" in done.stderr
+
+
+# -- Ctrl-C and the terminal ---------------------------------------------------------------
+
+
+def test_ctrl_c_prints_the_table_so_far_and_exits_130(tmp_path: Path) -> None:
+    # Sabotage makes it speak as soon as the loop runs, which is when Ctrl-C is sent.
+    arguments = ["--sample", "article", "--minutes", "600", "--sabotage", "wrong-block"]
+    running = subprocess.Popen(
+        [*COMMAND, "replay", *arguments, "--json", str(tmp_path / "r.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None
+    assert "mismatch" in running.stderr.readline()
+    running.send_signal(signal.SIGINT)
+    out, error = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in error
+    assert "(interrupted)" in out
+    assert "requests" in out
+    assert json.loads((tmp_path / "r.json").read_text())["interrupted"] is True
+
+
+def test_a_progress_bar_is_drawn_on_a_terminal_only() -> None:
+    master, slave = pty.openpty()
+    running = subprocess.Popen(
+        [*COMMAND, "replay", "--sample", "--limit", "100", "--verify"],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    drawn = b""
+    while True:
+        try:
+            piece = os.read(master, 4096)
+        except OSError:  # how Linux says that the other end is gone
+            break
+        if not piece:
+            break
+        drawn += piece
+    os.close(master)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert b"requests" in drawn
+    assert b"100" in drawn
+    assert b"no mismatch" in out
+    assert b"\x1b" not in out
+
+
+# -- doctor --------------------------------------------------------------------------------
+
+
+def test_doctor_names_what_is_there_and_what_brings_the_rest() -> None:
+    done = kvmmu("doctor")
+    assert done.returncode == 0, said(done)
+    for word in ("kvmmu", "NumPy", "CPU", "huge pages", "torch", "CuPy", "NVRTC", "CUDA driver"):
+        assert word in done.stdout
+    assert "self check passed" in said(done)
+
+
+def test_doctor_imports_nothing_just_to_look() -> None:
+    code = (
+        "import sys; from kvmmu import doctor; found = doctor.examine(); "
+        "assert not {'torch', 'cupy', 'rich'} & set(sys.modules); "
+        "assert all(f.found or f.note for f in found)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
