@@ -27,8 +27,8 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
 MAX_TABLE_ENTRIES = 1 << 27
-_METADATA_BYTES = 32
-"""Generous guess of what the MMU itself keeps for a block."""
+_METADATA_BYTES = 224
+"""What the MMU keeps for a block beside its tokens (4 bytes each), rounded up."""
 
 
 class Machine:
@@ -75,9 +75,9 @@ class Machine:
         self.seq_lens = np.zeros(rows, dtype=np.int32)
         mover: Mover = CPUMover(Storage.from_numpy([contents, owners]))
         if options.sabotage is not None:
-            from .sabotage import wrap
+            from .sabotage import Target, wrap
 
-            mmu, mover = wrap(options.sabotage, mmu, mover, self)
+            mmu, mover = wrap(options.sabotage, mmu, mover, Target(contents, table))
         self.tables: BlockTables = mmu.register_tables(
             self.block_table,
             self.seq_lens,
@@ -117,7 +117,7 @@ def _check_memory(options: Options, rows: int, width: int, slots: int) -> None:
             f"--max-running: {rows} rows of {width} blocks, allowed: at most "
             f"{MAX_TABLE_ENTRIES // width} rows with requests of this length and this --block-size"
         )
-    needed = (options.blocks + 1) * (8 * options.block_size + 8 + _METADATA_BYTES)
+    needed = (options.blocks + 1) * (12 * options.block_size + 8 + _METADATA_BYTES)
     needed += rows * width * 4 + slots * 24
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

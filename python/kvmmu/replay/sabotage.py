@@ -14,7 +14,7 @@ for ``kvmmu replay --sabotage`` and its tests. What never lives here: anything t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,26 +22,30 @@ import numpy.typing as npt
 from .._core import MMU, BlockTables, Moves
 from ..movers import Mover, Pairs
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
-__all__ = ["wrap"]
+__all__ = ["Target", "wrap"]
 
 GARBAGE = np.uint64(0xDEADBEEFDEADBEEF)
 
 
-def wrap(kind: str, mmu: MMU, mover: Mover, machine: Machine) -> tuple[MMU, Mover]:
+class Target(NamedTuple):
+    """What the faults damage: the contents of the blocks and the exported table."""
+
+    contents: npt.NDArray[np.uint64]
+    block_table: npt.NDArray[np.int32]
+
+
+def wrap(kind: str, mmu: MMU, mover: Mover, target: Target) -> tuple[MMU, Mover]:
     """The MMU and the mover, one of them broken."""
     if kind == "skip-copy":
         return mmu, _SkipCopy()
     if kind == "early-reuse":
-        return mmu, _EarlyReuse(mover, machine)
-    broken: Any = (_SkipCommit if kind == "skip-commit" else _WrongBlock)(mmu, machine)
+        return mmu, _EarlyReuse(mover, target)
+    broken: Any = (_SkipCommit if kind == "skip-commit" else _WrongBlock)(mmu, target)
     return cast(MMU, broken), mover
 
 
-def _scribble(machine: Machine, blocks: npt.NDArray[Any]) -> None:
-    machine.contents[blocks] = GARBAGE
+def _scribble(target: Target, blocks: npt.NDArray[Any]) -> None:
+    target.contents[blocks] = GARBAGE
 
 
 class _SkipCopy:
@@ -50,21 +54,21 @@ class _SkipCopy:
 
 
 class _EarlyReuse:
-    def __init__(self, mover: Mover, machine: Machine) -> None:
+    def __init__(self, mover: Mover, target: Target) -> None:
         self._mover = mover
-        self._machine = machine
+        self._target = target
 
     def move(self, pairs: Pairs) -> None:
-        _scribble(self._machine, pairs[:, 0])
+        _scribble(self._target, pairs[:, 0])
         self._mover.move(pairs)
 
 
 class _Broken:
     """An MMU but for what a subclass replaces."""
 
-    def __init__(self, mmu: MMU, machine: Machine) -> None:
+    def __init__(self, mmu: MMU, target: Target) -> None:
         self._mmu = mmu
-        self._machine = machine
+        self._target = target
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mmu, name)
@@ -72,7 +76,7 @@ class _Broken:
 
 class _SkipCommit(_Broken):
     def commit(self, moves: Moves) -> int:
-        _scribble(self._machine, moves.pairs[:, 0])
+        _scribble(self._target, moves.pairs[:, 0])
         self._mmu.abort(moves)
         return 0
 
@@ -90,7 +94,7 @@ class _WrongBlock(_Broken):
         return copies
 
     def _damage(self) -> None:
-        table = self._machine.block_table
+        table = self._target.block_table
         right = int(table[0, 0])
         if right == self._mmu.null_block:
             return
