@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         InternalError,
         InvalidBlock,
         InvalidConfig,
+        InvalidLease,
         InvalidPlan,
         InvalidStep,
         KVCacheError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         OutOfBlocks,
         OutOfTables,
         UnknownSequence,
+        UsedAfterFork,
     )
     from .movers import CPUMover, Mover
     from .storage import Region, Storage
@@ -48,6 +50,7 @@ __all__ = [
     "InternalError",
     "InvalidBlock",
     "InvalidConfig",
+    "InvalidLease",
     "InvalidPlan",
     "InvalidStep",
     "KVCacheError",
@@ -64,6 +67,7 @@ __all__ = [
     "SequenceInfo",
     "Storage",
     "UnknownSequence",
+    "UsedAfterFork",
     "__version__",
     "compact",
     "run_plan",

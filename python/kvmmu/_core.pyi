@@ -42,6 +42,8 @@ class MMU:
         max_sequences: sequences open at once, 1 .. 262144.
         max_blocks_per_sequence: longest sequence in blocks, 1 .. 262144 and at most
             ``num_blocks``; default: the smaller of the two.
+        null_block: which of the ``num_blocks + 1`` physical blocks padding points at and nobody is
+            given: ``"last"``, ``"first"`` or its number. The usable blocks are the others.
         table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**24; default: enough for
             every mix of sequences, or 65,536 where that would be more (see ``OutOfTables``).
         prefix_caching: keep the blocks of closed sequences for later prompts.
@@ -63,6 +65,7 @@ class MMU:
         *,
         max_sequences: int = 1024,
         max_blocks_per_sequence: int | None = None,
+        null_block: str | int = "last",
         table_nodes: int | None = None,
         prefix_caching: bool = True,
         placement: str = "address",
@@ -77,7 +80,8 @@ class MMU:
     def block_size(self) -> int: ...
     @property
     def null_block(self) -> int:
-        """The block that padding points at: ``num_blocks``. Storage needs ``num_blocks + 1`` blocks."""
+        """The block that padding points at, by default ``num_blocks``. Storage needs
+        ``num_blocks + 1`` blocks."""
     @property
     def max_sequences(self) -> int: ...
     @property
@@ -217,6 +221,15 @@ class MMU:
         and what it is until ``unpin``."""
     def unpin(self, blocks: npt.NDArray[np.int64]) -> None:
         """Gives the references of ``pin`` back. InvalidBlock when there is none."""
+    def lease(
+        self, sequence: int, start: int, stop: int
+    ) -> tuple[int, npt.NDArray[np.int64]]:
+        """Holds the blocks of the tokens ``start`` to ``stop`` (exclusive) until ``end_lease``: they
+        are not moved, evicted or reused, whatever happens to the sequence, and a sequence that
+        writes into one copies it first. Returns the number of the lease and its blocks."""
+    def end_lease(self, lease: int) -> None:
+        """The transfer is done or given up. InvalidLease when it has ended already."""
+    def num_leases(self) -> int: ...
     def evict(self, num_blocks: int) -> int:
         """Drops up to so many cached blocks, least recently used first; returns how many."""
     def references(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -272,6 +285,22 @@ class BlockTables:
     def slot_mapping(self) -> npt.NDArray[np.int64]: ...
     @property
     def query_start_loc(self) -> npt.NDArray[np.int32]: ...
+    def csr(
+        self,
+        indptr: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32],
+        last_page_len: npt.NDArray[np.int32],
+    ) -> int:
+        """Writes the rows as a CSR (FlashInfer's form) and returns the entries of ``indices`` written.
+
+        Args:
+            indptr: int32 [>= num_rows + 1].
+            indices: int32 [>= blocks of all scheduled tokens]; behind these it is untouched.
+            last_page_len: int32 [>= num_rows], tokens in the last block of each row.
+
+        Raises:
+            LimitExceeded: a buffer is too small.
+        """
     @property
     def num_rows(self) -> int:
         """Rows of the last ``prepare`` or ``export``."""
@@ -401,5 +430,6 @@ def copy_blocks(
     The caller answers for the addresses: use :class:`kvmmu.Storage`, which checked them.
     """
 
+def _after_fork() -> None: ...
 def cpu_features() -> dict[str, Any]:
     """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""

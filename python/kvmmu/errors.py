@@ -17,6 +17,7 @@ __all__ = [
     "InternalError",
     "InvalidBlock",
     "InvalidConfig",
+    "InvalidLease",
     "InvalidPlan",
     "InvalidStep",
     "KVCacheError",
@@ -25,6 +26,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfTables",
     "UnknownSequence",
+    "UsedAfterFork",
 ]
 
 
@@ -90,6 +92,10 @@ class InvalidStep(KVCacheError, ValueError):
     """A step that is unknown, has ended, or is used out of order. Numbers: ``step``."""
 
 
+class InvalidLease(KVCacheError, ValueError):
+    """A lease that is unknown or has ended: each ends once. Numbers: ``lease``."""
+
+
 class InvalidPlan(KVCacheError, ValueError):
     """A plan or a set of moves that cannot be begun, committed or read. Numbers: ``epoch``
     where there is one."""
@@ -98,6 +104,10 @@ class InvalidPlan(KVCacheError, ValueError):
 class ConcurrentUse(KVCacheError, RuntimeError):
     """Another thread is working on this sequence (or the same one is listed twice in a batch).
     Numbers: ``sequence``."""
+
+
+class UsedAfterFork(KVCacheError, RuntimeError):
+    """An object of before ``os.fork`` is used in the child. Nothing is touched there."""
 
 
 class InternalError(KVCacheError, RuntimeError):

@@ -141,6 +141,9 @@ pub fn core_error(py: Python<'_>, failed: kvmmu::Error) -> PyErr {
         Error::InvalidStep { step, .. } => {
             error(py, "InvalidStep", message, &[("step", step.into())])
         }
+        Error::InvalidLease { lease } => {
+            error(py, "InvalidLease", message, &[("lease", lease.into())])
+        }
         Error::InvalidPlan(_) => error(py, "InvalidPlan", message, &[]),
         _ => error(py, "InvalidConfig", message, &[]),
     }

@@ -19,7 +19,7 @@ mod _core {
     #[pymodule_export]
     use super::copy::{copy_blocks, cpu_features};
     #[pymodule_export]
-    use super::mmu::MMU;
+    use super::mmu::{_after_fork, MMU};
     #[pymodule_export]
     use super::tables::BlockTables;
     #[pymodule_export]
@@ -32,8 +32,12 @@ mod _core {
         } else {
             "release"
         };
-        let (arch, os) = (std::env::consts::ARCH, std::env::consts::OS);
+        let (arch, system) = (std::env::consts::ARCH, std::env::consts::OS);
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        module.add("build", format!("{profile} {arch}-{os}"))
+        let keywords = pyo3::types::PyDict::new(module.py());
+        keywords.set_item("after_in_child", module.getattr("_after_fork")?)?;
+        let os = module.py().import("os")?;
+        os.call_method("register_at_fork", (), Some(&keywords))?;
+        module.add("build", format!("{profile} {arch}-{system}"))
     }
 }

@@ -1,15 +1,15 @@
 //! The class `MMU`: one method a verb, each a conversion, a call and a conversion back.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvmmu::{Config, Mmu, Placement};
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyString};
 
 use crate::convert::{array, count, integer, keys, optional, ratio, word};
-use crate::errors::core_error;
+use crate::errors::{core_error, error};
 use crate::tables::BlockTables;
 use crate::values::{Measure, Moves, Plan, Quote, SequenceInfo, internal, pairs};
 
@@ -21,6 +21,17 @@ pub struct MMU {
     core: Mmu,
     /// Set by the first panic: the core may be half changed, so nothing touches it again.
     poisoned: AtomicBool,
+    /// Forks of the process before this object was made.
+    forks: u64,
+}
+
+/// How often this process has become a child.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// Runs in every child, right after `fork`.
+#[pyfunction]
+pub fn _after_fork() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
 }
 
 const REFUSED: &str = "an earlier call ended in an internal error; this MMU refuses further work";
@@ -44,8 +55,18 @@ impl MMU {
         })
     }
 
+    /// A lock may be held for ever by a thread that this process does not have.
+    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
+        if self.forks == FORKS.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let message = "this MMU was made before the process forked: make one in each process";
+        Err(error(py, "UsedAfterFork", message.into(), &[]))
+    }
+
     /// A short call that cannot fail.
     fn get<T>(&self, py: Python<'_>, call: impl FnOnce(&Mmu) -> T) -> PyResult<T> {
+        self.check_process(py)?;
         self.guarded(call).map_err(|text| internal(py, text))
     }
 
@@ -60,6 +81,7 @@ impl MMU {
         py: Python<'_>,
         call: impl FnOnce(&Mmu) -> kvmmu::Result<T> + Send,
     ) -> PyResult<T> {
+        self.check_process(py)?;
         let result = py.detach(|| self.guarded(call));
         result
             .map_err(|text| internal(py, text))?
@@ -72,10 +94,10 @@ impl MMU {
     #[new]
     #[pyo3(signature = (
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
-        table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
+        null_block=None, table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
         compaction_start=None, compaction_stop=None, seed=0
     ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
-        max_blocks_per_sequence=None, table_nodes=None, prefix_caching=True, placement='address', \
+        max_blocks_per_sequence=None, null_block='last', table_nodes=None, prefix_caching=True, placement='address', \
         budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, seed=0)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -84,6 +106,7 @@ impl MMU {
         block_size: Option<Any<'_, '_>>,
         max_sequences: Option<Any<'_, '_>>,
         max_blocks_per_sequence: Option<Any<'_, '_>>,
+        null_block: Option<Any<'_, '_>>,
         table_nodes: Option<Any<'_, '_>>,
         prefix_caching: bool,
         placement: Option<Any<'_, '_>>,
@@ -112,6 +135,16 @@ impl MMU {
         )?;
         let nodes = config.default_table_nodes();
         config.table_nodes = whole(table_nodes, "table_nodes", 1 << 24, nodes)?;
+        config.null_block = match null_block {
+            None => num_blocks,
+            Some(given) if given.is_instance_of::<PyString>() => {
+                match word(given, "null_block", &["last", "first"])? {
+                    "first" => 0,
+                    _ => num_blocks,
+                }
+            }
+            Some(given) => integer(given, "null_block", 0, i64::from(num_blocks))? as u32,
+        };
         config.prefix_caching = prefix_caching;
         config.placement = match placement {
             None => Placement::AddressOrder,
@@ -133,6 +166,7 @@ impl MMU {
         Ok(Self {
             core,
             poisoned: AtomicBool::new(false),
+            forks: FORKS.load(Ordering::Relaxed),
         })
     }
 
@@ -330,6 +364,27 @@ impl MMU {
     fn unpin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         self.call(py, |core| core.unpin(blocks.slice()))
+    }
+
+    fn lease<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: i64,
+        start: Any<'_, '_>,
+        stop: Any<'_, '_>,
+    ) -> PyResult<(u64, Bound<'py, PyArray1<i64>>)> {
+        let (start, stop) = (count(start, "start", 0)?, count(stop, "stop", 0)?);
+        let lease = self.call(py, |core| core.lease(sequence, start, stop))?;
+        let blocks: Vec<i64> = lease.blocks.into_iter().map(i64::from).collect();
+        Ok((lease.id, blocks.into_pyarray(py)))
+    }
+
+    fn end_lease(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
+        self.call(py, |core| core.end_lease(lease))
+    }
+
+    fn num_leases(&self, py: Python<'_>) -> PyResult<usize> {
+        self.get(py, Mmu::num_leases)
     }
 
     fn evict(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<u32> {

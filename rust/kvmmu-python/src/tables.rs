@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use kvmmu::{RowBuffers, Rows};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::convert::describe;
@@ -34,6 +34,13 @@ where
             Err(error(value.py(), "InvalidConfig", message, &[]))
         }
     }
+}
+
+fn writable<'py>(array: &Bound<'py, PyArray1<i32>>) -> PyResult<PyReadwriteArray1<'py, i32>> {
+    array.try_readwrite().map_err(|_| {
+        let message = "indptr, indices and last_page_len must be writable and apart";
+        error(array.py(), "InvalidConfig", message.into(), &[])
+    })
 }
 
 impl BlockTables {
@@ -124,6 +131,32 @@ impl BlockTables {
     fn query_start_loc<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.query_start_loc.bind(py).clone()
     }
+    fn csr(
+        &self,
+        py: Python<'_>,
+        indptr: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        last_page_len: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let [indptr, indices, last] = [
+            (indptr, "indptr"),
+            (indices, "indices"),
+            (last_page_len, "last_page_len"),
+        ]
+        .map(|(value, name)| checked::<PyArray1<i32>>(value, name, "int32 [n]"));
+        let (indptr, indices, last) = (indptr?, indices?, last?);
+        let mut indptr = writable(&indptr)?;
+        let mut indices = writable(&indices)?;
+        let mut last = writable(&last)?;
+        let written = self.with(py, |rows, buffers| {
+            let (indptr, indices) = (indptr.as_slice_mut()?, indices.as_slice_mut()?);
+            let last = last.as_slice_mut()?;
+            rows.csr(buffers, indptr, indices, last)
+                .map_err(|failed| crate::errors::core_error(py, failed))
+        })??;
+        Ok(written)
+    }
+
     #[getter]
     fn num_rows(&self) -> usize {
         self.rows().num_rows()

@@ -16,8 +16,11 @@ pub const MAX_BLOCK_SIZE: u32 = 4096;
 /// [`Mmu`](crate::Mmu) from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Usable blocks, 1 ..= [`MAX_BLOCKS`]. The null block is one more: physical block `num_blocks`.
+    /// Usable blocks, 1 ..= [`MAX_BLOCKS`]. The null block is one more.
     pub num_blocks: u32,
+    /// The block that padding points at, which is never handed out: `0 ..= num_blocks`. By default
+    /// the last, `num_blocks`; engines that have one of their own say which.
+    pub null_block: u32,
     /// Tokens a block, 1 ..= [`MAX_BLOCK_SIZE`].
     pub block_size: u32,
     /// Sequences open at once, 1 ..= [`MAX_SEQUENCES`].
@@ -43,6 +46,7 @@ impl Config {
     pub fn new(num_blocks: u32, block_size: u32) -> Self {
         let mut config = Self {
             num_blocks,
+            null_block: num_blocks,
             block_size,
             max_sequences: 1024,
             max_blocks_per_sequence: num_blocks.min(MAX_BLOCKS_PER_SEQUENCE),
@@ -55,6 +59,11 @@ impl Config {
         };
         config.table_nodes = config.default_table_nodes();
         config
+    }
+
+    /// Block numbers that the pool spans, a null block among them included.
+    pub(crate) fn span(&self) -> u32 {
+        self.num_blocks + u32::from(self.null_block < self.num_blocks)
     }
 
     /// Nodes that every mix of sequences can live with, or 65,536 (256 MiB of address space,
@@ -79,6 +88,7 @@ impl Config {
             )))
         }
         range("num_blocks", self.num_blocks, 1, MAX_BLOCKS)?;
+        range("null_block", self.null_block, 0, self.num_blocks)?;
         range("block_size", self.block_size, 1, MAX_BLOCK_SIZE)?;
         range("max_sequences", self.max_sequences, 1, MAX_SEQUENCES)?;
         let longest = self.num_blocks.min(MAX_BLOCKS_PER_SEQUENCE);

@@ -81,6 +81,12 @@ pub enum Error {
         /// Why not.
         reason: String,
     },
+    /// A lease that is unknown or has ended.
+    #[error("lease {lease} is unknown or has ended already")]
+    InvalidLease {
+        /// The lease.
+        lease: u64,
+    },
     /// Moves that cannot be begun, committed or read.
     #[error("{0}")]
     InvalidPlan(String),

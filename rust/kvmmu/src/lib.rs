@@ -66,7 +66,7 @@ pub use config::{Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MA
 pub use error::{Error, Result};
 pub use pool::{Placement, State, States};
 pub use prefix::Keys;
-pub use sequence::{Quote, RowBuffers, Rows, Tables, When};
+pub use sequence::{Lease, Quote, RowBuffers, Rows, Tables, When};
 pub use state::{Mmu, SequenceInfo};
 pub use stats::StatsReading;
 pub use validate::Broken;

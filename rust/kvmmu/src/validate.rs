@@ -37,6 +37,7 @@ impl Mmu {
         self.check_blocks(&shared, &mappings)?;
         self.check_order(&shared)?;
         self.check_moves(&shared)?;
+        self.check_leases(&shared)?;
         if let Some((rows, buffers)) = rows {
             self.check_rows(rows, buffers)?;
         }
@@ -87,7 +88,7 @@ impl Mmu {
                 );
                 let block = pte.block();
                 ensure!(
-                    block < self.config.num_blocks,
+                    block < self.config.span() && block != self.null_block(),
                     "slot {slot}: logical block {index} maps {block}"
                 );
                 runs += u32::from(last == NONE || block != last + 1);
@@ -124,7 +125,12 @@ impl Mmu {
     fn check_blocks(&self, shared: &Shared, mappings: &HashMap<u32, Vec<Vbn>>) -> Check {
         let mut count = States::default();
         let mut published = 0;
-        for block in 0..self.config.num_blocks {
+        for block in 0..self.config.span() {
+            if block == self.null_block() {
+                let untouched = !mappings.contains_key(&block);
+                ensure!(untouched, "the null block {block} is mapped");
+                continue;
+            }
             let (state, word) = (self.pool.state(block), self.pool.word(block));
             let mapped = mappings.get(&block).map_or(&[][..], Vec::as_slice);
             let pins = shared.pins.get(&block).copied().unwrap_or(0);
@@ -155,7 +161,7 @@ impl Mmu {
             let counted = mapped.len() as u32 + pins + moves;
             ensure!(
                 held == counted,
-                "block {block} ({state:?}) has {held} references: {} mappings, {pins} pins, {moves} moves",
+                "block {block} ({state:?}) has {held} references: {} mappings, {pins} pins and leases, {moves} moves",
                 mapped.len()
             );
             ensure!(
@@ -276,6 +282,26 @@ impl Mmu {
             moves == sources && moves == destined as usize,
             "{moves} moves, {sources} sources, {destined} destined blocks"
         );
+        Ok(())
+    }
+
+    fn check_leases(&self, shared: &Shared) -> Check {
+        let mut leased: HashMap<u32, u32> = HashMap::new();
+        for &block in shared.leases.values().flatten() {
+            *leased.entry(block).or_default() += 1;
+        }
+        ensure!(
+            leased == shared.leased,
+            "leases hold {leased:?}, counted are {:?}",
+            shared.leased
+        );
+        for (block, leases) in leased {
+            let holds = shared.pins.get(&block).copied().unwrap_or(0);
+            ensure!(
+                holds >= leases,
+                "block {block}: {leases} leases, {holds} pins and leases"
+            );
+        }
         Ok(())
     }
 

@@ -39,6 +39,12 @@ enum Op {
     Close(u8),
     Pin(u8),
     Unpin,
+    Lease {
+        seq: u8,
+        from: u8,
+        to: u8,
+    },
+    EndLease(u8),
     Evict(u8),
     FreeRun {
         n: u8,
@@ -79,6 +85,9 @@ fn op() -> impl Strategy<Value = Op> {
         3 => any::<u8>().prop_map(Op::Close),
         1 => any::<u8>().prop_map(Op::Pin),
         1 => Just(Op::Unpin),
+        1 => (any::<u8>(), any::<u8>(), any::<u8>())
+            .prop_map(|(seq, from, to)| Op::Lease { seq, from, to }),
+        1 => any::<u8>().prop_map(Op::EndLease),
         1 => (0u8..4).prop_map(Op::Evict),
         5 => (0u8..6, 1u8..8, any::<bool>())
             .prop_map(|(n, max, later)| Op::FreeRun { n, max, later }),
@@ -138,6 +147,7 @@ struct World {
     moves: Vec<Moves>,
     plan: Option<Plan>,
     pins: Vec<i64>,
+    leases: Vec<(u64, Vec<(usize, u64)>)>,
     next_token: i32,
     committed: u32,
 }
@@ -145,9 +155,10 @@ struct World {
 const ROWS: usize = 4;
 
 impl World {
-    fn new(blocks: u32, block_size: u32, scatter: bool) -> Self {
+    fn new(blocks: u32, block_size: u32, scatter: bool, null: u32) -> Self {
         let mut config = Config::new(blocks, block_size);
         config.max_sequences = 9;
+        config.null_block = null.min(blocks);
         if scatter {
             config.placement = Placement::Scatter { seed: 7 };
         }
@@ -166,6 +177,7 @@ impl World {
             moves: Vec::new(),
             plan: None,
             pins: Vec::new(),
+            leases: Vec::new(),
             next_token: 1000,
             committed: 0,
         }
@@ -411,6 +423,35 @@ impl World {
                     self.mmu.unpin(&[block]).unwrap();
                 }
             }
+            Op::Lease { seq, from, to } => {
+                let Some(id) = self.pick(seq) else { return };
+                let len = self.seqs[&id].written;
+                let from = from as usize % (len + 1);
+                let to = from + to as usize % (len + 1 - from);
+                let lease = self.mmu.lease(id, from as u32, to as u32).unwrap();
+                // What it holds must read the same until it ends, whatever becomes of the sequence.
+                let waiting = self.in_flight.iter().flat_map(|step| &step.entries);
+                let size = self.block_size;
+                let mut held = Vec::new();
+                if !waiting.clone().any(|entry| entry.0 == id) {
+                    for position in from..to {
+                        let block = lease.blocks[position / size - from / size] as usize;
+                        let slot = block * size + position % size;
+                        held.push((slot, word(&self.seqs[&id], position)));
+                    }
+                }
+                self.leases.push((lease.id, held));
+            }
+            Op::EndLease(choice) => {
+                if !self.leases.is_empty() {
+                    let (lease, _) = self.leases.remove(choice as usize % self.leases.len());
+                    self.mmu.end_lease(lease).unwrap();
+                    assert_eq!(
+                        self.mmu.end_lease(lease),
+                        Err(Error::InvalidLease { lease })
+                    );
+                }
+            }
             Op::Evict(n) => {
                 self.mmu.evict(u32::from(n));
             }
@@ -485,6 +526,11 @@ impl World {
         self.mmu
             .validate(Some((&self.rows, &self.tables.borrow())))
             .unwrap();
+        for (lease, held) in &self.leases {
+            for &(slot, word) in held {
+                assert_eq!(self.memory[slot], word, "lease {lease}, slot {slot}");
+            }
+        }
         let waiting = |id: i64| {
             let mut entries = self.in_flight.iter().flat_map(|step| &step.entries);
             entries.any(|entry| entry.0 == id)
@@ -508,8 +554,9 @@ impl World {
             }
         }
         let null = self.mmu.null_block() as usize * self.block_size;
+        let null = null..null + self.block_size;
         assert!(
-            self.memory[null..].iter().all(|&word| word == 0),
+            self.memory[null].iter().all(|&word| word == 0),
             "somebody wrote the null block"
         );
     }
@@ -523,6 +570,9 @@ impl World {
             self.mmu.close(id).unwrap();
         }
         self.mmu.unpin(&std::mem::take(&mut self.pins)).unwrap();
+        for (lease, _) in std::mem::take(&mut self.leases) {
+            self.mmu.end_lease(lease).unwrap();
+        }
         self.drain();
         self.mmu.validate(None).unwrap();
         self.mmu.evict(u32::MAX);
@@ -531,8 +581,8 @@ impl World {
     }
 }
 
-fn run(blocks: u32, block_size: u32, scatter: bool, ops: Vec<Op>) {
-    let mut world = World::new(blocks, block_size, scatter);
+fn run(blocks: u32, block_size: u32, scatter: bool, null: u32, ops: Vec<Op>) {
+    let mut world = World::new(blocks, block_size, scatter, null);
     for op in ops {
         world.apply(op);
         world.check();
@@ -547,9 +597,10 @@ proptest! {
         blocks in 2u32..24,
         block_size in 1u32..5,
         scatter in any::<bool>(),
+        null in prop_oneof![3 => Just(u32::MAX), 1 => 0u32..24],
         ops in proptest::collection::vec(op(), 1..60),
     ) {
-        run(blocks, block_size, scatter, ops);
+        run(blocks, block_size, scatter, null, ops);
     }
 }
 
@@ -563,7 +614,7 @@ fn random_operations_reach_every_kind_of_event() {
     for _ in 0..800 {
         let shape = (4u32..20, 1u32..5, proptest::collection::vec(op(), 40..80));
         let (blocks, size, ops) = shape.new_tree(&mut runner).unwrap().current();
-        let mut world = World::new(blocks, size, false);
+        let mut world = World::new(blocks, size, false, u32::MAX);
         for op in ops {
             world.apply(op);
         }

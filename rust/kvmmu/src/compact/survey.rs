@@ -72,7 +72,7 @@ impl Mmu {
     /// How scattered memory is now.
     pub fn measure(&self) -> Measure {
         let _rest = self.rest();
-        let n = self.config.num_blocks;
+        let n = self.config.span();
         let mut measure = Measure {
             empty: measure::runs(&self.pool.empty_bits(), n),
             available: measure::runs(&self.pool.available_bits(), n),
@@ -129,7 +129,7 @@ impl Mmu {
     pub fn plan_compaction(&self) -> Option<Plan> {
         let ratio = {
             let _rest = self.rest();
-            let longest = measure::longest(&self.pool.available_bits(), self.config.num_blocks);
+            let longest = measure::longest(&self.pool.available_bits(), self.config.span());
             measure::ratio(longest.largest, longest.total)
         };
         if ratio > self.config.compaction_start {
@@ -182,7 +182,7 @@ impl Mmu {
             .for_each(|block| set(&mut cached, block, true));
         let empty = self.pool.empty_bits();
         let snapshot = plan::Snapshot {
-            num_blocks: self.config.num_blocks,
+            num_blocks: self.config.span(),
             empty: &empty,
             cached: &cached,
             movable: &movable,

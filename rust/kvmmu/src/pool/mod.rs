@@ -70,10 +70,12 @@ pub struct States {
     pub available: u32,
 }
 
-/// The physical blocks `0 .. num_blocks`.
+/// The physical blocks.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    num_blocks: u32,
+    /// Numbers 0 .. span; one of them may be reserved for ever (a null block that is not the last).
+    span: u32,
+    usable: u32,
     lines: Box<[AtomicU64]>,
     words: Box<[AtomicU32]>,
     evictable: Box<[AtomicU64]>,
@@ -92,20 +94,26 @@ fn place(block: u32) -> (usize, u64) {
 }
 
 impl Pool {
-    pub(crate) fn new(num_blocks: u32, placement: Placement) -> Self {
-        let words = num_blocks.div_ceil(64) as usize;
-        let lines = zeroed_u64(words);
-        let rest = num_blocks % 64;
+    pub(crate) fn new(span: u32, reserved: Option<u32>, placement: Placement) -> Self {
+        let words = span.div_ceil(64) as usize;
+        let (lines, stuck) = (zeroed_u64(words), zeroed_u64(words));
+        let rest = span % 64;
         if rest != 0 {
             lines[words - 1].store(!0 << rest, Ordering::Relaxed);
         }
+        if let Some(reserved) = reserved {
+            set_bit(&lines, reserved, true);
+            set_bit(&stuck, reserved, true);
+        }
+        let usable = span - u32::from(reserved.is_some());
         Self {
-            num_blocks,
+            span,
+            usable,
             lines,
-            words: zeroed_u32(num_blocks as usize),
+            words: zeroed_u32(span as usize),
             evictable: zeroed_u64(words),
-            stuck: zeroed_u64(words),
-            empty: AtomicU32::new(num_blocks),
+            stuck,
+            empty: AtomicU32::new(usable),
             counts: Default::default(),
             num_evictable: AtomicU32::new(0),
             first: AtomicU32::new(0),
@@ -167,7 +175,7 @@ impl Pool {
     pub(crate) fn take(&self, mut n: u32, out: &mut Vec<u32>) {
         if let Some(scatter) = &self.scatter {
             for _ in 0..n {
-                let start = scatter.draw(self.num_blocks);
+                let start = scatter.draw(self.span);
                 out.push(self.take_from(start));
             }
             return;
@@ -354,7 +362,7 @@ impl Pool {
             empty,
             destined,
             in_use: self
-                .num_blocks
+                .usable
                 .saturating_sub(empty + destined + cached + fenced + offline),
             cached,
             fenced,
@@ -396,7 +404,7 @@ impl Pool {
                     & !stuck.load(Ordering::Relaxed)
             })
             .collect();
-        let rest = self.num_blocks % 64;
+        let rest = self.span % 64;
         if rest != 0 {
             *bits.last_mut().expect("a pool has at least one block") &= !(!0 << rest);
         }
@@ -429,7 +437,7 @@ mod tests {
 
     #[test]
     fn address_order_hands_out_the_lowest_blocks() {
-        let pool = Pool::new(200, Placement::AddressOrder);
+        let pool = Pool::new(200, None, Placement::AddressOrder);
         assert_eq!(claim(&pool, 130).unwrap(), (0..130).collect::<Vec<_>>());
         pool.give(&[3, 64, 65, 129]);
         assert_eq!(claim(&pool, 5).unwrap(), [3, 64, 65, 129, 130]);
@@ -439,7 +447,7 @@ mod tests {
 
     #[test]
     fn a_claim_that_fails_takes_nothing() {
-        let pool = Pool::new(3, Placement::AddressOrder);
+        let pool = Pool::new(3, None, Placement::AddressOrder);
         assert_eq!(claim(&pool, 4), None);
         assert_eq!((pool.empty(), pool.states().in_use), (3, 0));
         assert_eq!(claim(&pool, 3).unwrap().len(), 3);
@@ -447,7 +455,7 @@ mod tests {
 
     #[test]
     fn scatter_hands_out_every_block_once() {
-        let pool = Pool::new(77, Placement::Scatter { seed: 5 });
+        let pool = Pool::new(77, None, Placement::Scatter { seed: 5 });
         let mut all = claim(&pool, 77).unwrap();
         assert_ne!(all[..4], [0, 1, 2, 3]);
         all.sort_unstable();
@@ -455,14 +463,24 @@ mod tests {
     }
 
     #[test]
+    fn a_reserved_block_is_never_handed_out_or_movable() {
+        let pool = Pool::new(70, Some(65), Placement::AddressOrder);
+        assert_eq!((pool.empty(), pool.states().in_use), (69, 0));
+        let all = claim(&pool, 69).unwrap();
+        assert!(!all.contains(&65) && claim(&pool, 1).is_none());
+        assert_eq!(pool.movable_bits()[1], 0b11_1101);
+        assert_eq!(pool.states().in_use, 69);
+    }
+
+    #[test]
     #[should_panic(expected = "released a block that was empty")]
     fn emptying_an_empty_block_is_refused() {
-        Pool::new(8, Placement::AddressOrder).give(&[2]);
+        Pool::new(8, None, Placement::AddressOrder).give(&[2]);
     }
 
     #[test]
     fn an_exact_claim_takes_that_block_or_nothing() {
-        let pool = Pool::new(8, Placement::AddressOrder);
+        let pool = Pool::new(8, None, Placement::AddressOrder);
         assert!(pool.take_exact(5) && !pool.take_exact(5));
         assert_eq!(pool.empty(), 7);
         assert_eq!(claim(&pool, 7).unwrap(), [0, 1, 2, 3, 4, 6, 7]);
@@ -471,7 +489,7 @@ mod tests {
 
     #[test]
     fn two_threads_never_get_the_same_block() {
-        let pool = Pool::new(1000, Placement::AddressOrder);
+        let pool = Pool::new(1000, None, Placement::AddressOrder);
         std::thread::scope(|scope| {
             for thread in 0..2u32 {
                 let pool = &pool;

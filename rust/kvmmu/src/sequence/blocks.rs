@@ -4,12 +4,12 @@
 
 use crate::error::{Error, Result};
 use crate::pool::State;
-use crate::state::Mmu;
+use crate::state::{Mmu, Shared};
 
 impl Mmu {
     fn checked(&self, block: i64) -> Result<u32> {
         match u32::try_from(block) {
-            Ok(block) if block < self.config.num_blocks => Ok(block),
+            Ok(block) if block < self.config.span() && block != self.null_block() => Ok(block),
             _ => Err(Error::InvalidBlock {
                 block: block as u64,
                 reason: "no block of this pool has that number",
@@ -37,15 +37,39 @@ impl Mmu {
         }
         let mut shared = self.shared();
         for &block in blocks {
-            let block = block as u32;
-            if self.pool.word(block).is_moving() {
-                self.drop_move(&mut shared, block);
-            }
-            self.retain(&mut shared, block, None);
-            *shared.pins.entry(block).or_insert(0) += 1;
-            self.refresh_stuck(&shared, block);
+            self.hold(&mut shared, block as u32);
         }
         Ok(())
+    }
+
+    /// One more reference on a block that stays where and what it is: a move of it drops out.
+    pub(super) fn hold(&self, shared: &mut Shared, block: u32) {
+        if self.pool.word(block).is_moving() {
+            self.drop_move(shared, block);
+        }
+        self.retain(shared, block, None);
+        *shared.pins.entry(block).or_insert(0) += 1;
+        self.refresh_stuck(shared, block);
+    }
+
+    /// One such reference less. Blocks that nobody holds any more are appended to `empty`.
+    pub(super) fn let_off(
+        &self,
+        shared: &mut Shared,
+        fence: Option<u64>,
+        block: u32,
+        empty: &mut Vec<u32>,
+    ) {
+        let pins = shared.pins.get_mut(&block).expect("it is held");
+        *pins -= 1;
+        if *pins == 0 {
+            shared.pins.remove(&block);
+        }
+        let before = empty.len();
+        self.release(shared, fence, block, empty);
+        if empty.len() == before {
+            self.refresh_stuck(shared, block);
+        }
     }
 
     /// Gives references of [`Mmu::pin`] back. All or nothing.
@@ -57,7 +81,7 @@ impl Mmu {
             let block = self.checked(block)?;
             let wanted: &mut u32 = wanted.entry(block).or_insert(0);
             *wanted += 1;
-            if shared.pins.get(&block).is_none_or(|pins| pins < wanted) {
+            if shared.pins_of(block) < *wanted {
                 let reason = "it has fewer pins than are given back";
                 return Err(Error::InvalidBlock {
                     block: u64::from(block),
@@ -68,16 +92,7 @@ impl Mmu {
         let steps = self.steps();
         let mut empty = Vec::new();
         for &block in blocks {
-            let block = block as u32;
-            let pins = shared.pins.get_mut(&block).expect("counted above");
-            *pins -= 1;
-            if *pins == 0 {
-                shared.pins.remove(&block);
-            }
-            self.release(&mut shared, steps.fence(), block, &mut empty);
-            if !empty.contains(&block) {
-                self.refresh_stuck(&shared, block);
-            }
+            self.let_off(&mut shared, steps.fence(), block as u32, &mut empty);
         }
         self.pool.give(&empty);
         Ok(())

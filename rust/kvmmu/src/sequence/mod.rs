@@ -10,6 +10,7 @@
 //! | `steps` | `begin_step`, `written`, `cancel`, `end_step` |
 //! | `fork`, `close` | `fork`; `close`, `truncate` |
 //! | `blocks` | `pin`, `unpin`, `evict`, `references` |
+//! | `lease` | `lease`, `end_lease` |
 //! | `look` | `info`, `block_table`, `translate`, `sequences` |
 //!
 //! What never lives here: moves, the layout of the state.
@@ -18,6 +19,7 @@ mod append;
 mod blocks;
 mod close;
 mod fork;
+mod lease;
 mod look;
 mod open;
 mod prepare;
@@ -25,5 +27,6 @@ mod rows;
 mod steps;
 mod write;
 
+pub use lease::Lease;
 pub use open::{Quote, When};
 pub use rows::{RowBuffers, Rows, Tables};

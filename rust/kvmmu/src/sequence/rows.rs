@@ -236,6 +236,49 @@ impl Rows {
         buffers.query_start_loc[batch..].fill(tokens as i32);
     }
 
+    /// The rows as a CSR (FlashInfer's form): `indptr[i]..indptr[i + 1]` are the entries of row `i`
+    /// in `indices`, `last_page_len[i]` the tokens in its last block (0 for an empty row). Counts
+    /// the blocks of the tokens scheduled, not those that wait for later steps. Returns the entries
+    /// written; what lies behind them in the buffers is untouched.
+    ///
+    /// `indptr` has one entry more than there are rows.
+    pub fn csr(
+        &self,
+        buffers: &RowBuffers<'_>,
+        indptr: &mut [i32],
+        indices: &mut [i32],
+        last_page_len: &mut [i32],
+    ) -> Result<usize> {
+        let (rows, size) = (self.num_rows, self.block_size);
+        let lens = &buffers.seq_lens[..rows];
+        let blocks = |len: i32| (len as u32).div_ceil(size) as usize;
+        let needed: usize = lens.iter().map(|&len| blocks(len)).sum();
+        let shapes = [
+            ("indptr", indptr.len(), rows + 1),
+            ("indices", indices.len(), needed),
+            ("last_page_len", last_page_len.len(), rows),
+        ];
+        if let Some((what, limit, needed)) = shapes.into_iter().find(|&(_, is, least)| is < least) {
+            let (needed, limit) = (needed as u64, limit as u64);
+            return Err(Error::LimitExceeded {
+                what,
+                needed,
+                limit,
+            });
+        }
+        let mut at = 0;
+        indptr[0] = 0;
+        for (row, &len) in lens.iter().enumerate() {
+            let (start, blocks) = (row * self.width, blocks(len));
+            let entries = &buffers.block_table[start..start + blocks];
+            indices[at..at + blocks].copy_from_slice(entries);
+            at += blocks;
+            indptr[row + 1] = at as i32;
+            last_page_len[row] = len - (blocks.max(1) as u32 - 1) as i32 * size as i32;
+        }
+        Ok(at)
+    }
+
     /// What the rows must hold, for checking: (row, sequence) of each that holds one.
     pub(crate) fn held(&self) -> impl Iterator<Item = (usize, i64, u32, u32)> + '_ {
         let each = |(row, held): (usize, &Held)| (row, held.sequence, held.version, held.blocks);

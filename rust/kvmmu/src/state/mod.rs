@@ -56,8 +56,12 @@ pub(crate) struct Move {
 pub(crate) struct Shared {
     pub(crate) index: Index,
     pub(crate) chains: Chains,
-    /// Pins of a block.
+    /// Pins and leases of a block.
     pub(crate) pins: HashMap<u32, u32>,
+    /// Blocks of every lease, and how many leases a block is under.
+    pub(crate) leases: HashMap<u64, Vec<u32>>,
+    pub(crate) leased: HashMap<u32, u32>,
+    pub(crate) next_lease: u64,
     /// Source of a move in flight: where it stands in `transactions`.
     pub(crate) moving: HashMap<u32, (u64, usize)>,
     pub(crate) transactions: BTreeMap<u64, Vec<Move>>,
@@ -75,6 +79,12 @@ impl Shared {
     /// Blocks that wait for a step.
     pub(crate) fn fenced_blocks(&self) -> impl Iterator<Item = u32> + '_ {
         self.fenced.iter().map(|&(_, block)| block)
+    }
+
+    /// Pins of a block that are no leases.
+    pub(crate) fn pins_of(&self, block: u32) -> u32 {
+        let count = |of: &HashMap<u32, u32>| of.get(&block).copied().unwrap_or(0);
+        count(&self.pins) - count(&self.leased)
     }
 
     /// Whether a cached block waits for a step before it may be evicted.
@@ -119,14 +129,15 @@ impl Mmu {
     pub fn new(config: Config) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         config.check()?;
-        let (n, block_size) = (config.num_blocks, config.block_size);
+        let (n, block_size) = (config.span(), config.block_size);
+        let reserved = (config.null_block < config.num_blocks).then_some(config.null_block);
         let indexed = if config.prefix_caching { n } else { 0 };
         let slots = (0..config.max_sequences)
             .map(|_| Mutex::new(Sequence::closed()))
             .collect();
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::new(n, config.placement),
+            pool: Pool::new(n, reserved, config.placement),
             table: Table::new(config.table_nodes),
             reverse: Reverse::new(n),
             tokens: Tokens::new(n, block_size, config.prefix_caching),
@@ -140,6 +151,9 @@ impl Mmu {
                 index: Index::new(indexed, block_size),
                 chains: Chains::default(),
                 pins: HashMap::default(),
+                leases: HashMap::default(),
+                leased: HashMap::default(),
+                next_lease: 1,
                 moving: HashMap::default(),
                 transactions: BTreeMap::new(),
                 next_epoch: 1,
@@ -160,9 +174,9 @@ impl Mmu {
         &self.config
     }
 
-    /// The block that padding points at: one past the usable ones.
+    /// The block that padding points at; never handed out, moved or counted.
     pub fn null_block(&self) -> u32 {
-        self.config.num_blocks
+        self.config.null_block
     }
 
     /// Blocks by state.
