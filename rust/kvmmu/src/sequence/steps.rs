@@ -7,8 +7,6 @@
 //! blocks that are now full; `cancel` takes it back; `end_step` is the fence: the device has
 //! finished it.
 
-use std::collections::HashMap;
-
 use crate::error::{Error, Result};
 use crate::state::{Entry, Mmu, Sequence, Shared};
 use crate::stats::count;
@@ -48,7 +46,7 @@ impl Mmu {
     /// All that the step scheduled has been written: publishes the blocks that are now full.
     pub fn written(&self, step: u64) -> Result<()> {
         let _gate = self.enter();
-        let mut held = self.unsettled(step)?;
+        let mut held = self.take_unsettled(step)?;
         let mut expected: Vec<u32> = held.sequences.iter().map(|seq| seq.written).collect();
         for (entry, owner) in held.entries.iter().zip(&held.owners) {
             let Some(owner) = *owner else { continue };
@@ -57,7 +55,7 @@ impl Mmu {
                     "positions {} to {} of a sequence were scheduled before and are not settled",
                     expected[owner], entry.from
                 );
-                return Err(Error::InvalidStep { step, reason });
+                return Err(self.put_back(step, held, reason));
             }
             expected[owner] = expected[owner].max(entry.to);
         }
@@ -72,7 +70,8 @@ impl Mmu {
             }
         }
         drop(shared);
-        self.settled(step)
+        self.stop_awaiting(step);
+        Ok(())
     }
 
     /// Offers the blocks of a sequence up to `full` to the prefix index.
@@ -97,7 +96,7 @@ impl Mmu {
     /// that overlap in a sequence are cancelled newest first.
     pub fn cancel(&self, step: u64) -> Result<()> {
         let _gate = self.enter();
-        let mut held = self.unsettled(step)?;
+        let mut held = self.take_unsettled(step)?;
         let state = |seq: &MutexGuard<'_, Sequence>| (seq.scheduled, seq.tokens);
         let mut expected: Vec<_> = held.sequences.iter().map(state).collect();
         for (entry, owner) in held.entries.iter().zip(&held.owners).rev() {
@@ -113,7 +112,7 @@ impl Mmu {
                      scheduled up to {} of {}: cancel the newest step first",
                     entry.to, entry.tokens_after
                 );
-                return Err(Error::InvalidStep { step, reason });
+                return Err(self.put_back(step, held, reason));
             }
             let tokens = if grew { entry.tokens_before } else { tokens };
             expected[owner] = (entry.from, tokens);
@@ -134,45 +133,50 @@ impl Mmu {
             sequence.settle();
         }
         drop(shared);
-        self.settled(step)
-    }
-
-    /// Nothing of the step is open any more.
-    fn settled(&self, step: u64) -> Result<()> {
         self.stop_awaiting(step);
-        self.steps().get(step)?.entries.clear();
         Ok(())
     }
 
-    fn unsettled(&self, step: u64) -> Result<Unsettled<'_>> {
-        let entries = self.steps().get(step)?.entries.clone();
-        let mut found: HashMap<u32, usize> = HashMap::with_capacity(entries.len());
-        let mut sequences = Vec::with_capacity(entries.len());
-        let mut owners = Vec::with_capacity(entries.len());
-        for entry in &entries {
-            if let Some(&at) = found.get(&entry.slot) {
-                // The slot's sequence is locked already; is it the same one?
-                let sequence: &MutexGuard<'_, Sequence> = &sequences[at];
-                owners.push((sequence.generation == entry.generation).then_some(at));
-                continue;
-            }
-            let open = self.sequence_if_open(entry.slot, entry.generation)?;
-            owners.push(open.map(|sequence| {
-                found.insert(entry.slot, sequences.len());
-                sequences.push(sequence);
-                sequences.len() - 1
-            }));
+    /// Takes the unsettled entries out of a step and locks their sequences. While these are locked
+    /// no truncation clips the entries. (The sequences are only tried, so holding the steps meanwhile
+    /// cannot deadlock.)
+    fn take_unsettled(&self, step: u64) -> Result<Unsettled<'_>> {
+        let mut steps = self.steps();
+        let entries = &mut steps.get(step)?.entries;
+        let mut sequences: Vec<MutexGuard<'_, Sequence>> = Vec::with_capacity(entries.len());
+        let mut owners: Vec<Option<usize>> = Vec::with_capacity(entries.len());
+        for (at, entry) in entries.iter().enumerate() {
+            let owner = match self.sequence_if_open(entry.slot, entry.generation) {
+                Ok(None) => None,
+                Ok(Some(sequence)) => {
+                    sequences.push(sequence);
+                    Some(sequences.len() - 1)
+                }
+                Err(error) => {
+                    // Perhaps locked by an earlier entry of this very step.
+                    let earlier = (entries[..at].iter().zip(&owners))
+                        .find(|(earlier, owner)| earlier.slot == entry.slot && owner.is_some());
+                    let Some((earlier, owner)) = earlier else {
+                        return Err(error);
+                    };
+                    owner.filter(|_| earlier.generation == entry.generation)
+                }
+            };
+            owners.push(owner);
         }
-        // With its sequences locked no entry can be clipped any more.
-        let entries = self.steps().get(step)?.entries.clone();
-        if entries.len() != owners.len() {
-            let reason = "is being prepared or settled by another call".into();
-            return Err(Error::InvalidStep { step, reason });
-        }
+        let entries = std::mem::take(entries);
         Ok(Unsettled {
             entries,
             owners,
             sequences,
         })
+    }
+
+    /// Puts entries back that could not be settled.
+    fn put_back(&self, step: u64, held: Unsettled<'_>, reason: String) -> Error {
+        if let Ok(step) = self.steps().get(step) {
+            step.entries.splice(0..0, held.entries);
+        }
+        Error::InvalidStep { step, reason }
     }
 }

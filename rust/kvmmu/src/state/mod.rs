@@ -568,6 +568,9 @@ impl Mmu {
     /// A step is settled: the copies on write that it began with have been made.
     pub(crate) fn stop_awaiting(&self, step: u64) {
         let mut shared = self.shared();
+        if shared.awaited.is_empty() {
+            return;
+        }
         let done = shared.awaited.iter().filter(|&(_, &since)| since == step);
         for block in done.map(|(&block, _)| block).collect::<Vec<_>>() {
             shared.awaited.remove(&block);

@@ -1,0 +1,650 @@
+"""The torch-facing KV cache: an MMU, the memory of the blocks, and a mover.
+
+What lives here: :class:`KVCache`, the handles :class:`Sequence`, :class:`Step` and :class:`Batch`. What
+never lives here: which block goes where (the MMU decides), how a layout lays out bytes
+(:mod:`.layout`), how attention is computed (:mod:`.attention`).
+
+The life of a step::
+
+    with cache.step() as step:
+        batch = step.prepare(sequences, new_tokens=...)
+        cache.write(layer, k, v, batch)        # or the engine's own kernel, on cache.layer(i)
+    # left normally: written and ended; by an exception: lengths roll back, nothing is published
+
+or, with several in flight: ``step = cache.begin_step()``, ``step.prepare(...)``,
+``step.written()`` once its work is queued, ``cache.end_step(step, event)``.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Listed
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidConfig, InvalidStep, KVCacheError, MissingExtra
+
+try:
+    import torch
+except ImportError as error:  # pragma: no cover - tested in an environment without torch
+    raise MissingExtra(
+        "kvmmu.KVCache needs torch: pip install 'kvmmu[torch]' (kvmmu.MMU works without)"
+    ) from error
+
+from ._core import MMU
+from .buffers import Buffers, Csr, Rotation
+from .compaction import compact
+from .layout import Layer, Layers
+from .leases import Lease, LeaseBook
+from .movers import CPUMover
+from .transfer import block_runs, byte_ranges
+
+__all__ = ["Batch", "Event", "KVCache", "Sequence", "Step"]
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class Event(Protocol):
+    """What says that the device has finished a step: ``torch.cuda.Event``, for instance."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+
+    def synchronize(self) -> None:
+        """Waits until it has."""
+
+
+def _int32(name: str, values: Any) -> Int32s:
+    """Tokens or lengths as int32 [n]: arrays and tensors of int32 as they are, lists converted."""
+    if isinstance(values, torch.Tensor):
+        values = values.numpy()
+    if isinstance(values, np.ndarray):
+        if values.dtype != np.int32 or values.ndim != 1:
+            raise InvalidConfig(
+                f"{name} is {values.dtype} {list(values.shape)}: allowed is int32, one dimension"
+            )
+        return np.ascontiguousarray(values)
+    try:
+        return np.array([operator.index(value) for value in values], dtype=np.int32)
+    except (TypeError, OverflowError) as error:
+        raise InvalidConfig(f"{name}: allowed are whole numbers of 32 bits ({error})") from None
+
+
+class Sequence:
+    """A handle on one sequence. Close it, or use it as a context manager.
+
+    One that is dropped without :meth:`close` gives a ResourceWarning and is closed when the next
+    step begins.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "_open", "id")
+
+    def __init__(self, cache: KVCache, number: int) -> None:
+        self._cache = cache
+        self._open = True
+        self.id = number
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have a place."""
+        return self._cache.mmu.info(self.id).num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens found in the prefix index when it was opened."""
+        return self._cache.mmu.info(self.id).num_cached_tokens
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens handed to a step, or cached."""
+        return self._cache.mmu.info(self.id).num_scheduled
+
+    @property
+    def num_written(self) -> int:
+        """Tokens whose KV is known to be written."""
+        return self._cache.mmu.info(self.id).num_written
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._open
+
+    def block_table(self) -> Int32s:
+        """int32 [n]: its physical blocks now, in order. A compaction changes them."""
+        return self._cache.mmu.block_table(self.id)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Its physical blocks now, as (first block, count) of each run of consecutive ones."""
+        return block_runs(self.block_table())
+
+    def byte_ranges(self) -> list[list[tuple[int, int]]]:
+        """For each region of the storage: (address, bytes) of the runs. Take a lease first: without
+        one the blocks may move."""
+        return byte_ranges(self._cache.storage, self.runs())
+
+    # -- verbs -------------------------------------------------------------------------------
+
+    def append(self, tokens: Any) -> None:
+        """Extends it by known tokens, which a later step schedules and writes."""
+        self._cache._run_copies(self._cache.mmu.append(self.id, _int32("tokens", tokens)))
+
+    def fork(self) -> Sequence:
+        """A second sequence over the same blocks; copies nothing. Whoever writes a shared block
+        first gets a copy of it."""
+        return Sequence(self._cache, self._cache.mmu.fork(self.id))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Shortens it, and releases the blocks behind."""
+        self._cache.mmu.truncate(self.id, num_tokens)
+
+    def lease(
+        self, tokens: range | slice | None = None, *, timeout_s: float | None = None
+    ) -> Lease:
+        """Holds its blocks for a transfer until ``lease.done()``.
+
+        Args:
+            tokens: which (step 1); None: all.
+            timeout_s: after so long the lease is reported (``cache.overdue_leases()``, and a log
+                warning); it is kept all the same.
+        """
+        length = self.num_tokens
+        if tokens is None:
+            tokens = range(length)
+        start, stop, step = (
+            (tokens.start, tokens.stop, tokens.step)
+            if isinstance(tokens, range)
+            else tokens.indices(length)
+        )
+        if step != 1:
+            raise InvalidConfig(f"tokens = {tokens}: allowed is a step of 1")
+        return self._cache._leases.take(self.id, start, max(start, stop), timeout_s)
+
+    def close(self) -> None:
+        """Ends it. Its full, written blocks stay cached for other prompts. Again: nothing."""
+        if self._open:
+            self._cache.mmu.close(self.id)
+            self._open = False
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self._cache._dropped.append(self.id)
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.id}{'' if self._open else ', closed'})"
+
+
+class Batch:
+    """What a step computes, and the tables that its kernels read.
+
+    All are views of registered memory, rewritten when the set's turn comes again (see
+    ``steps_in_flight``).
+
+    Attributes:
+        sequences: int64 [B], ids.
+        block_table: int32 [B, W], physical blocks, the null block behind each row's.
+        seq_lens: int32 [B], tokens of each row including this step's.
+        query_start_loc: int32 [B + 1], where each row's tokens begin.
+        slot_mapping: int64 [T], block * block_size + offset of each token of the step.
+        copies: int32 [c, 2], copy-on-write pairs that have not been run (see
+            ``prepare(defer_copies=True)``).
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_cache",
+        "block_table",
+        "copies",
+        "query_start_loc",
+        "seq_lens",
+        "sequences",
+        "slot_mapping",
+    )
+
+    def __init__(
+        self, cache: KVCache, buffers: Buffers, sequences: Int64s, copies: Int32s
+    ) -> None:
+        rows, tokens = len(sequences), buffers.tables.num_tokens
+        self._cache = cache
+        self._buffers = buffers
+        self.sequences = sequences
+        self.copies = copies
+        self.block_table = buffers.block_table[:rows]
+        self.seq_lens = buffers.seq_lens[:rows]
+        self.query_start_loc = buffers.query_start_loc[: rows + 1]
+        self.slot_mapping = buffers.slot_mapping[:tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return self.slot_mapping.shape[0]
+
+    def run_copies(self) -> None:
+        """Runs the deferred copies, once."""
+        copies, self.copies = self.copies, self.copies[:0]
+        self._cache._run_copies(copies)
+
+    def csr(self) -> Csr:
+        """The rows in FlashInfer's form: ``indptr``, ``indices``, ``last_page_len``."""
+        return self._buffers.csr()
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+class Step:
+    """One step. See the module for its life."""
+
+    __slots__ = ("__weakref__", "_cache", "_settled", "batch", "number")
+
+    def __init__(self, cache: KVCache, number: int) -> None:
+        self._cache = cache
+        self._settled = False
+        self.number = number
+        self.batch: Batch | None = None
+
+    def prepare(
+        self,
+        sequences: Iterable[Sequence] | Int64s,
+        *,
+        query_lens: Any = None,
+        query_start_loc: Any = None,
+        new_tokens: Any = None,
+        defer_copies: bool = False,
+    ) -> Batch:
+        """Schedules the next tokens of each sequence, and fills the tables. All or nothing; once
+        a step.
+
+        Args:
+            sequences: handles, or int64 [B] ids (no Python object is touched per row then).
+            query_lens: int32 [B], tokens of each row (default: 1 each), or
+            query_start_loc: int32 [B + 1], the same as running sums from 0.
+            new_tokens: int32 [n], values of the tokens past each sequence's end, in row order, or
+                None where they are not known yet (such blocks are never shared).
+            defer_copies: leave copy-on-write pairs in ``batch.copies`` for the engine to queue
+                behind the steps that are still being computed, instead of running them now.
+
+        Raises:
+            OutOfBlocks, LimitExceeded, UnknownSequence, ConcurrentUse, InvalidStep, InvalidConfig.
+        """
+        cache = self._cache
+        if self.batch is not None:
+            raise InvalidStep(f"step {self.number}: is prepared already", step=self.number)
+        ids = _ids(sequences)
+        if query_start_loc is not None:
+            if query_lens is not None:
+                raise InvalidConfig("query_lens and query_start_loc: allowed is one of them")
+            starts = _int32("query_start_loc", query_start_loc)
+            if len(starts) != len(ids) + 1 or starts[0] != 0:
+                raise InvalidConfig(
+                    f"query_start_loc has {len(starts)} entries from "
+                    f"{starts[0] if len(starts) else None}: allowed are {len(ids) + 1}, from 0"
+                )
+            query_lens = np.diff(starts)
+        lens = None if query_lens is None else _int32("query_lens", query_lens)
+        new = None if new_tokens is None else _int32("new_tokens", new_tokens)
+        buffers = cache._take_buffers(self.number)
+        try:
+            copies = cache.mmu.prepare(
+                self.number, ids, buffers.tables, query_lens=lens, new_tokens=new
+            )
+        except BaseException:
+            cache._return_buffers(buffers)
+            raise
+        self.batch = Batch(cache, buffers, ids, copies)
+        if not defer_copies:
+            self.batch.run_copies()
+        return self.batch
+
+    def written(self) -> None:
+        """All that the step scheduled is written, or queued ahead of whatever reads it."""
+        self._cache.mmu.written(self.number)
+        self._settled = True
+
+    def cancel(self) -> None:
+        """Takes the step back: lengths as before, nothing published."""
+        if self.batch is not None:
+            self.batch.run_copies()  # what was copied on write stays where it is now
+        self._cache.mmu.cancel(self.number)
+        self._settled = True
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._settled:
+            self.written() if kind is None else self.cancel()
+        self._cache.end_step(self)
+
+    def __repr__(self) -> str:
+        return f"Step({self.number})"
+
+
+def _ids(sequences: Iterable[Sequence] | Int64s) -> Int64s:
+    if isinstance(sequences, np.ndarray):
+        return sequences
+    return np.fromiter((sequence.id for sequence in sequences), dtype=np.int64)
+
+
+class KVCache:
+    """A KV cache over torch tensors.
+
+    ``KVCache(...)`` allocates, :meth:`attach` adopts an engine's tensors.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: shape of the model's KV.
+        dtype: torch dtype of the KV.
+        num_blocks: usable blocks; one more is allocated as the null block.
+        block_size: tokens a block.
+        v_head_dim: width of V where it differs from K's; 0: there is no V.
+        layout: see ``kvmmu.layout.LAYOUTS`` and docs/layouts.md.
+        device: ``"cpu"``.
+        max_batch: rows of the tables. max_tokens: tokens of one step.
+        max_sequence_tokens: longest sequence; default: the whole pool.
+        steps_in_flight: steps that may be in flight at once; there are as many sets of tables and
+            one more.
+        buffers: own sets of tables (mappings of ``block_table``, ``seq_lens``, ``slot_mapping``,
+            ``query_start_loc``, NumPy or CPU torch), ``steps_in_flight + 1`` of them.
+        auto_compact: compact when a step begins, under the budget.
+        options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
+            ``budget_blocks``, ``max_sequences``, ``compaction_start``, ...).
+
+    Raises:
+        InvalidConfig: names the argument and what is allowed.
+
+    A block that is handed out again still holds what its last owner wrote in the places that its
+    new owner has not written: mask by ``seq_lens``, as kernels do.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        num_blocks: int,
+        *,
+        block_size: int = 16,
+        v_head_dim: int | None = None,
+        layout: str = "NHD",
+        device: str | torch.device = "cpu",
+        max_batch: int = 256,
+        max_tokens: int = 8192,
+        max_sequence_tokens: int | None = None,
+        steps_in_flight: int = 1,
+        buffers: Listed[Mapping[str, Any]] | None = None,
+        auto_compact: bool = False,
+        **options: Any,
+    ) -> None:
+        mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
+        layers = Layers.allocate(
+            layout,
+            num_layers=num_layers,
+            num_blocks=mmu.num_blocks + 1,
+            block_size=mmu.block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self._assemble(mmu, layers, max_batch, max_tokens, steps_in_flight, buffers, auto_compact)
+
+    @classmethod
+    def attach(
+        cls,
+        tensors: Any,
+        *,
+        layout: str,
+        num_blocks: int,
+        block_size: int = 16,
+        null_block: str | int = "last",
+        max_batch: int = 256,
+        max_tokens: int = 8192,
+        max_sequence_tokens: int | None = None,
+        steps_in_flight: int = 1,
+        buffers: Listed[Mapping[str, Any]] | None = None,
+        auto_compact: bool = False,
+        **options: Any,
+    ) -> KVCache:
+        """Adopts an engine's own tensors; nothing is copied or zeroed.
+
+        Args:
+            tensors: one entry a layer: ``(k, v)``, ``k`` alone, or one packed tensor; see
+                ``Layers.adopt``. Each has ``num_blocks + 1`` blocks.
+            num_blocks: usable blocks: those of the tensors less the null block.
+            null_block: which block padding points at: ``"last"``, ``"first"`` or its number.
+
+        Other arguments as for :class:`KVCache`.
+        """
+        options["null_block"] = null_block
+        mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
+        layers = Layers.adopt(
+            tensors, layout=layout, block_size=mmu.block_size, num_blocks=mmu.num_blocks + 1
+        )
+        self = cls.__new__(cls)
+        self._assemble(mmu, layers, max_batch, max_tokens, steps_in_flight, buffers, auto_compact)
+        return self
+
+    def _assemble(
+        self,
+        mmu: MMU,
+        layers: Layers,
+        max_batch: int,
+        max_tokens: int,
+        steps_in_flight: int,
+        buffers: Listed[Mapping[str, Any]] | None,
+        auto_compact: bool,
+    ) -> None:
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_tokens", max_tokens),
+            ("steps_in_flight", steps_in_flight),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from 1")
+        self.mmu = mmu
+        self.layers = layers
+        self.storage = layers.storage
+        self.mover = CPUMover(layers.storage)
+        self.auto_compact = auto_compact
+        shape = (max_batch, mmu.max_blocks_per_sequence, max_tokens)
+        self._rotation = Rotation(mmu, buffers, steps_in_flight, shape)
+        self._leases = LeaseBook(mmu)
+        self._lock = threading.Lock()
+        self._in_flight: set[int] = set()
+        self._ending: deque[tuple[int, Event]] = deque()
+        self._dropped: deque[int] = deque()
+
+    # -- sequences ---------------------------------------------------------------------------
+
+    def open(
+        self,
+        tokens: Any,
+        *,
+        salt: bytes | None = None,
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> Sequence:
+        """Opens a sequence for a prompt and claims all of its blocks, or raises and changes
+        nothing. ``sequence.num_cached_tokens`` of them are found cached.
+
+        Args:
+            tokens: int32 [n] (tensor, array or list).
+            salt, extra_keys: as for ``MMU.open``.
+
+        Raises:
+            OutOfBlocks, OutOfTables, LimitExceeded, InvalidConfig.
+        """
+        self._drain()
+        ids = _int32("tokens", tokens)
+        return Sequence(self, self.mmu.open(ids, salt=salt, extra_keys=extra_keys))
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """A step as a context manager: written and ended when left, cancelled by an exception."""
+        return self.begin_step()
+
+    def begin_step(self) -> Step:
+        """Begins a step. Between steps is when sequences that were dropped are closed, steps
+        whose events are over end, and (with ``auto_compact``) blocks move."""
+        self.poll()
+        if self.auto_compact:
+            self.compact()
+        number = self.mmu.begin_step()
+        with self._lock:
+            self._in_flight.add(number)
+        return Step(self, number)
+
+    def end_step(self, step: Step, event: Event | None = None) -> None:
+        """The step is over: now, or (with ``event``) when the event is, as :meth:`poll` finds.
+        A step that was neither written nor cancelled counts as written."""
+        if not step._settled:
+            step.written()
+        if event is None:
+            self._end(step.number)
+        else:
+            with self._lock:
+                if step.number not in self._in_flight:
+                    raise InvalidStep(f"step {step.number}: has ended", step=step.number)
+                self._ending.append((step.number, event))
+
+    def poll(self) -> int:
+        """Ends the steps whose events are over, oldest first, closes sequences that were dropped,
+        and reports leases past their timeout. Returns how many steps are in flight."""
+        while True:
+            with self._lock:
+                if not self._ending or not self._ending[0][1].query():
+                    break
+                number, _ = self._ending.popleft()
+            self._end(number)
+        self._drain()
+        if len(self._leases):
+            self._leases.overdue()
+        return len(self._in_flight)
+
+    def synchronize(self) -> None:
+        """Waits for the events of all steps that have one, and ends those steps."""
+        while True:
+            with self._lock:
+                if not self._ending:
+                    return
+                number, event = self._ending.popleft()
+            event.synchronize()
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        self.mmu.end_step(number)
+        with self._lock:
+            self._in_flight.discard(number)
+
+    def _take_buffers(self, number: int) -> Buffers:
+        with self._lock:
+            return self._rotation.take(number, self._in_flight)
+
+    def _return_buffers(self, buffers: Buffers) -> None:
+        with self._lock:
+            self._rotation.give_back(buffers)
+
+    def _drain(self) -> None:
+        while self._dropped:
+            try:
+                self.mmu.close(self._dropped.popleft())
+            except KVCacheError:  # closed by its id meanwhile
+                continue
+
+    def _run_copies(self, copies: Int32s) -> None:
+        if len(copies):
+            self.mover.move(copies)
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def layer(self, index: int) -> Layer:
+        """(k, v) tensors of a layer as its kernel sees them, in the axis order of the layout."""
+        return self.layers[index]
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, batch: Batch) -> None:
+        """Stores the KV of a step: k and v [T, heads, dim], a row each of ``batch.slot_mapping``."""
+        self.layers.write(layer, k, v, batch.slot_mapping)
+
+    def gather(
+        self, sequence: Sequence, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the KV of all scheduled tokens: (k, v), each [n, heads, dim]."""
+        blocks = torch.from_numpy(self.mmu.block_table(sequence.id).astype(np.int64))
+        return self.layers.gather(layer, blocks, sequence.num_scheduled)
+
+    def views(
+        self, sequence: Sequence, layer: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The KV of all scheduled tokens without a copy: one (k, v) pair of views a physical run,
+        each [tokens, heads, dim]. They are good until the next compaction.
+
+        Raises:
+            InvalidConfig: the layout cannot (see docs/layouts.md).
+        """
+        return self.layers.views(layer, sequence.runs(), sequence.num_scheduled)
+
+    def compact(self) -> int:
+        """One pass of compaction, if the trigger is on: at most the budget moves. Returns how many
+        blocks moved. To be called between steps."""
+        return compact(self.mmu, self.mover)
+
+    def overdue_leases(self) -> list[Lease]:
+        """Leases past their timeout; they are kept."""
+        return self._leases.overdue()
+
+    def validate(self) -> None:
+        """Recounts everything (slow); raises InternalError."""
+        for buffers in self._rotation:
+            self.mmu.validate(buffers.tables)
+
+
+def _mmu(
+    num_blocks: int,
+    block_size: int,
+    max_sequence_tokens: int | None,
+    options: dict[str, Any],
+) -> MMU:
+    if max_sequence_tokens is not None:
+        if isinstance(max_sequence_tokens, bool) or not isinstance(max_sequence_tokens, int):
+            raise InvalidConfig(
+                f"max_sequence_tokens = {max_sequence_tokens!r}: allowed is a whole number from 1"
+            )
+        longest = -(-max_sequence_tokens // block_size)
+        if not 1 <= longest <= num_blocks:
+            raise InvalidConfig(
+                f"max_sequence_tokens = {max_sequence_tokens}: allowed is 1 to "
+                f"{num_blocks * block_size}, the pool"
+            )
+        options["max_blocks_per_sequence"] = longest
+    try:
+        return MMU(num_blocks, block_size, **options)
+    except TypeError as error:
+        raise InvalidConfig(str(error)) from None
