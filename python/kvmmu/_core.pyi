@@ -20,6 +20,7 @@ __all__ = [
     "Quote",
     "SequenceInfo",
     "__version__",
+    "_after_fork",
     "build",
     "copy_blocks",
     "cpu_features",
