@@ -128,7 +128,7 @@ class MMU:
         """Shortens a sequence and releases the blocks behind it. Longer than it is: InvalidConfig."""
     def close(self, sequence: int) -> None:
         """Ends a sequence. Published blocks stay cached, the rest becomes empty, or fenced until
-        the newest step begun so far has ended."""
+        the newest step prepared so far has ended."""
     def info(self, sequence: int) -> SequenceInfo: ...
     def block_table(self, sequence: int) -> npt.NDArray[np.int32]:
         """int32 [ceil(num_tokens / block_size)]: the physical blocks, in order."""

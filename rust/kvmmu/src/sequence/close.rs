@@ -9,7 +9,7 @@ use crate::stats::count;
 
 impl Mmu {
     /// Ends a sequence. Published blocks stay cached; the rest becomes empty, or fenced until the
-    /// newest step begun so far has ended.
+    /// newest step prepared so far has ended.
     pub fn close(&self, id: i64) -> Result<()> {
         let _gate = self.enter();
         let (slot, mut sequence) = self.sequence(id)?;

@@ -59,7 +59,9 @@ impl Mmu {
         // From here on nothing fails.
         let mut copies = Vec::new();
         let (mut fresh, mut tokens) = (&fresh[..], new_tokens);
-        let entries = &mut steps.get(step).expect("checked by the claim").entries;
+        let step_state = steps.get(step).expect("checked by the claim");
+        step_state.prepared = true;
+        let entries = &mut step_state.entries;
         let mut at = 0;
         for (i, row) in batch.iter_mut().enumerate() {
             let entry = Entry {

@@ -1,8 +1,8 @@
 //! Which steps are in flight, and what each has scheduled.
 //!
-//! Steps are numbered as they begin. A block that is released while any step is in flight waits for
-//! the newest one begun so far, since that one may have been given its id; it is `fenced` until all
-//! steps up to that one have ended.
+//! Steps are numbered as they begin. A block that is released while steps are in flight waits for the
+//! newest one that was prepared, since that one may have been given its number; it is `fenced` until
+//! all steps up to that one have ended.
 
 use std::collections::BTreeMap;
 
@@ -28,6 +28,8 @@ pub(crate) struct Entry {
 pub(crate) struct Step {
     /// What it has scheduled and nobody has settled yet.
     pub(crate) entries: Vec<Entry>,
+    /// It was given rows, and so the numbers of blocks.
+    pub(crate) prepared: bool,
 }
 
 /// All steps in flight; behind the steps lock.
@@ -81,9 +83,11 @@ impl Steps {
         self.in_flight.len()
     }
 
-    /// The step that a block released now has to wait for.
+    /// The step that a block released now has to wait for: the newest that was given rows. One that
+    /// has only begun knows no block yet.
     pub(crate) fn fence(&self) -> Option<u64> {
-        (!self.in_flight.is_empty()).then_some(self.next - 1)
+        let newest = self.in_flight.iter().rev().find(|(_, step)| step.prepared);
+        newest.map(|(&number, _)| number)
     }
 
     /// Whether all steps up to this one have ended.
