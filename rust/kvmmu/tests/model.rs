@@ -453,7 +453,7 @@ impl World {
                 }
             }
             Op::Evict(n) => {
-                self.mmu.evict(u32::from(n));
+                assert!(self.mmu.evict(u32::from(n)) <= u32::from(n));
             }
             Op::FreeRun { n, max, later } => {
                 let measure = self.mmu.measure();

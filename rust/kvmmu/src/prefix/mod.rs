@@ -290,6 +290,34 @@ impl Index {
         }
     }
 
+    /// The block to evict instead of `block`: itself, or a block behind it that could no longer be
+    /// found without it and that `may` be evicted. (Order alone puts leaves first, unless somebody
+    /// held a leaf alone, by a pin, after its sequences had gone.)
+    pub(crate) fn leaf_of(&self, block: u32, may: impl Fn(u32) -> bool) -> u32 {
+        let mut victim = block;
+        loop {
+            let node = &self.nodes[self.node_of[victim as usize] as usize];
+            if node.block != victim || self.next[victim as usize] != NONE {
+                return victim; // another block holds the same content
+            }
+            let link = |id: u32| (id != NONE).then_some(id);
+            let mut children = std::iter::successors(link(node.child), |&id| {
+                link(self.nodes[id as usize].siblings.1)
+            });
+            let found = children.find_map(|id| {
+                let mut holders =
+                    std::iter::successors(link(self.nodes[id as usize].block), |&b| {
+                        link(self.next[b as usize])
+                    });
+                holders.find(|&holder| may(holder))
+            });
+            match found {
+                Some(behind) => victim = behind,
+                None => return victim,
+            }
+        }
+    }
+
     /// The order of eviction.
     pub(crate) fn order(&mut self) -> &mut Order {
         &mut self.order
@@ -426,6 +454,21 @@ mod tests {
         assert_eq!(f.walk(&[1, 2]), [0; 0]);
         f.publish(0, None, [1, 2]);
         assert_eq!(f.walk(&[1, 2, 3, 4]), [0]);
+    }
+
+    #[test]
+    fn a_leaf_is_evicted_before_what_it_stands_behind() {
+        let mut f = Fixture::new(!0);
+        f.publish(0, None, [1, 2]);
+        f.publish(1, Some(0), [3, 4]);
+        f.publish(2, Some(1), [5, 6]);
+        f.publish(3, Some(0), [7, 8]);
+        assert_eq!(f.index.leaf_of(1, |_| true), 2);
+        assert_eq!(f.index.leaf_of(0, |block| block == 3), 3);
+        assert_eq!(f.index.leaf_of(0, |_| false), 0);
+        // Another holder keeps what stands behind findable.
+        f.publish(4, None, [1, 2]);
+        assert_eq!(f.index.leaf_of(0, |_| true), 0);
     }
 
     #[test]

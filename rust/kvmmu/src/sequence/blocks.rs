@@ -104,11 +104,9 @@ impl Mmu {
         let mut shared = self.shared();
         let mut spare = Vec::new();
         while (spare.len() as u32) < n {
-            let oldest = shared
-                .index
-                .oldest()
-                .find(|&block| self.pool.is_evictable(block));
-            let Some(block) = oldest else { break };
+            let Some(block) = self.next_victim(&shared) else {
+                break;
+            };
             self.evict_block(&mut shared, block, &mut spare);
             spare.push(block);
         }

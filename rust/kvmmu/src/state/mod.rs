@@ -377,13 +377,17 @@ impl Mmu {
     /// Drops the least recently used evictable block; it is private to the caller then, and so are
     /// the blocks appended to `spare`, which could no longer be found without it.
     fn evict_oldest(&self, shared: &mut Shared, spare: &mut Vec<u32>) -> u32 {
-        let oldest = shared
-            .index
-            .oldest()
-            .find(|&block| self.pool.is_evictable(block));
-        let block = oldest.expect("fewer evictable blocks than were counted");
+        let block = self.next_victim(shared);
+        let block = block.expect("fewer evictable blocks than were counted");
         self.evict_block(shared, block, spare);
         block
+    }
+
+    /// The least recently used evictable block, leaves before what they stand behind.
+    pub(crate) fn next_victim(&self, shared: &Shared) -> Option<u32> {
+        let may = |block: u32| self.pool.is_evictable(block);
+        let oldest = shared.index.oldest().find(|&block| may(block))?;
+        Some(shared.index.leaf_of(oldest, may))
     }
 
     /// Drops a cached, evictable block, which is private to the caller then.
