@@ -36,8 +36,9 @@ if TYPE_CHECKING:
         OutOfTables,
         UnknownSequence,
     )
-    from .movers import CPUMover, Mover
+    from .movers import CPUMover, Mover, SupportsMove
     from .storage import Region, Storage
+    from .transfer import block_runs, byte_ranges, pair_runs
 
 __all__ = [
     "MMU",
@@ -63,9 +64,13 @@ __all__ = [
     "Region",
     "SequenceInfo",
     "Storage",
+    "SupportsMove",
     "UnknownSequence",
     "__version__",
+    "block_runs",
+    "byte_ranges",
     "compact",
+    "pair_runs",
     "run_plan",
 ]
 
@@ -81,8 +86,12 @@ _HOME = {
     "Region": "storage",
     "SequenceInfo": "_core",
     "Storage": "storage",
+    "SupportsMove": "movers",
     "__version__": "_core",
+    "block_runs": "transfer",
+    "byte_ranges": "transfer",
     "compact": "compaction",
+    "pair_runs": "transfer",
     "run_plan": "compaction",
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
