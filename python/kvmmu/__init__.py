@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SequenceInfo,
         __version__,
     )
+    from .channels import PipeChannel, TorchChannel
     from .compaction import compact, run_plan
     from .errors import (
         ConcurrentUse,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         InternalError,
         InvalidBlock,
         InvalidConfig,
+        InvalidMessage,
         InvalidPlan,
         InvalidStep,
         KVCacheError,
@@ -34,9 +36,13 @@ if TYPE_CHECKING:
         MissingExtra,
         OutOfBlocks,
         OutOfTables,
+        RankFailed,
+        RankLost,
+        RankTimeout,
         UnknownSequence,
     )
     from .movers import CPUMover, Mover, SupportsMove
+    from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
     from .storage import Region, Storage
     from .transfer import block_runs, byte_ranges, pair_runs
 
@@ -44,11 +50,13 @@ __all__ = [
     "MMU",
     "BlockTables",
     "CPUMover",
+    "Channel",
     "ConcurrentUse",
     "Fragmented",
     "InternalError",
     "InvalidBlock",
     "InvalidConfig",
+    "InvalidMessage",
     "InvalidPlan",
     "InvalidStep",
     "KVCacheError",
@@ -59,12 +67,19 @@ __all__ = [
     "Moves",
     "OutOfBlocks",
     "OutOfTables",
+    "PendingMoves",
+    "PipeChannel",
     "Plan",
     "Quote",
+    "RankFailed",
+    "RankLost",
+    "RankTimeout",
+    "RankedCompaction",
     "Region",
     "SequenceInfo",
     "Storage",
     "SupportsMove",
+    "TorchChannel",
     "UnknownSequence",
     "__version__",
     "block_runs",
@@ -72,27 +87,34 @@ __all__ = [
     "compact",
     "pair_runs",
     "run_plan",
+    "serve_rank",
 ]
 
 _HOME = {
     "BlockTables": "_core",
     "CPUMover": "movers",
+    "Channel": "ranks",
     "MMU": "_core",
     "Measure": "_core",
     "Mover": "movers",
     "Moves": "_core",
+    "PendingMoves": "ranks",
+    "PipeChannel": "channels",
     "Plan": "_core",
     "Quote": "_core",
+    "RankedCompaction": "ranks",
     "Region": "storage",
     "SequenceInfo": "_core",
     "Storage": "storage",
     "SupportsMove": "movers",
+    "TorchChannel": "channels",
     "__version__": "_core",
     "block_runs": "transfer",
     "byte_ranges": "transfer",
     "compact": "compaction",
     "pair_runs": "transfer",
     "run_plan": "compaction",
+    "serve_rank": "ranks",
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 
