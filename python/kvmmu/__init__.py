@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         SequenceInfo,
         __version__,
     )
+    from .attention import attend
+    from .cache import Batch, KVCache, Sequence, Step
+    from .channels import PipeChannel, TorchChannel
     from .compaction import compact, run_plan
     from .errors import (
         ConcurrentUse,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
         InvalidBlock,
         InvalidConfig,
         InvalidLease,
+        InvalidMessage,
         InvalidPlan,
         InvalidStep,
         KVCacheError,
@@ -35,25 +39,36 @@ if TYPE_CHECKING:
         MissingExtra,
         OutOfBlocks,
         OutOfTables,
+        RankFailed,
+        RankLost,
+        RankTimeout,
         UnknownSequence,
         UsedAfterFork,
     )
-    from .movers import CPUMover, Mover
+    from .leases import Lease
+    from .movers import CPUMover, Mover, SupportsMove
+    from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
     from .storage import Region, Storage
+    from .transfer import block_runs, byte_ranges, pair_runs
 
 __all__ = [
     "MMU",
+    "Batch",
     "BlockTables",
     "CPUMover",
+    "Channel",
     "ConcurrentUse",
     "Fragmented",
     "InternalError",
     "InvalidBlock",
     "InvalidConfig",
     "InvalidLease",
+    "InvalidMessage",
     "InvalidPlan",
     "InvalidStep",
+    "KVCache",
     "KVCacheError",
+    "Lease",
     "LimitExceeded",
     "Measure",
     "MissingExtra",
@@ -61,33 +76,64 @@ __all__ = [
     "Moves",
     "OutOfBlocks",
     "OutOfTables",
+    "PendingMoves",
+    "PipeChannel",
     "Plan",
     "Quote",
+    "RankFailed",
+    "RankLost",
+    "RankTimeout",
+    "RankedCompaction",
     "Region",
+    "Sequence",
     "SequenceInfo",
+    "Step",
     "Storage",
+    "SupportsMove",
+    "TorchChannel",
     "UnknownSequence",
     "UsedAfterFork",
     "__version__",
+    "attend",
+    "block_runs",
+    "byte_ranges",
     "compact",
+    "pair_runs",
     "run_plan",
+    "serve_rank",
 ]
 
 _HOME = {
+    "Batch": "cache",
+    "KVCache": "cache",
+    "Lease": "leases",
+    "Sequence": "cache",
+    "Step": "cache",
+    "attend": "attention",
     "BlockTables": "_core",
     "CPUMover": "movers",
+    "Channel": "ranks",
     "MMU": "_core",
     "Measure": "_core",
     "Mover": "movers",
     "Moves": "_core",
+    "PendingMoves": "ranks",
+    "PipeChannel": "channels",
     "Plan": "_core",
     "Quote": "_core",
+    "RankedCompaction": "ranks",
     "Region": "storage",
     "SequenceInfo": "_core",
     "Storage": "storage",
+    "SupportsMove": "movers",
+    "TorchChannel": "channels",
     "__version__": "_core",
+    "block_runs": "transfer",
+    "byte_ranges": "transfer",
     "compact": "compaction",
+    "pair_runs": "transfer",
     "run_plan": "compaction",
+    "serve_rank": "ranks",
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 

@@ -222,9 +222,7 @@ class MMU:
         and what it is until ``unpin``."""
     def unpin(self, blocks: npt.NDArray[np.int64]) -> None:
         """Gives the references of ``pin`` back. InvalidBlock when there is none."""
-    def lease(
-        self, sequence: int, start: int, stop: int
-    ) -> tuple[int, npt.NDArray[np.int64]]:
+    def lease(self, sequence: int, start: int, stop: int) -> tuple[int, npt.NDArray[np.int64]]:
         """Holds the blocks of the tokens ``start`` to ``stop`` (exclusive) until ``end_lease``: they
         are not moved, evicted or reused, whatever happens to the sequence, and a sequence that
         writes into one copies it first. Returns the number of the lease and its blocks."""

@@ -222,9 +222,7 @@ class Batch:
         "slot_mapping",
     )
 
-    def __init__(
-        self, cache: KVCache, buffers: Buffers, sequences: Int64s, copies: Int32s
-    ) -> None:
+    def __init__(self, cache: KVCache, buffers: Buffers, sequences: Int64s, copies: Int32s) -> None:
         rows, tokens = len(sequences), buffers.tables.num_tokens
         self._cache = cache
         self._buffers = buffers
@@ -593,9 +591,7 @@ class KVCache:
         """Stores the KV of a step: k and v [T, heads, dim], a row each of ``batch.slot_mapping``."""
         self.layers.write(layer, k, v, batch.slot_mapping)
 
-    def gather(
-        self, sequence: Sequence, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the KV of all scheduled tokens: (k, v), each [n, heads, dim]."""
         blocks = torch.from_numpy(self.mmu.block_table(sequence.id).astype(np.int64))
         return self.layers.gather(layer, blocks, sequence.num_scheduled)

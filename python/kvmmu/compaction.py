@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._core import MMU, Plan
-    from .movers import Mover
+    from .movers import SupportsMove
 
 __all__ = ["compact", "run_plan"]
 
 
-def compact(mmu: MMU, mover: Mover) -> int:
+def compact(mmu: MMU, mover: SupportsMove) -> int:
     """One pass of compaction, if the memory needs it: at most ``budget_blocks`` moves.
 
     To be called between two steps, with a mover over the storage that this MMU decides about.
@@ -30,7 +30,7 @@ def compact(mmu: MMU, mover: Mover) -> int:
     return 0 if plan is None else run_plan(mmu, mover, plan)
 
 
-def run_plan(mmu: MMU, mover: Mover, plan: Plan) -> int:
+def run_plan(mmu: MMU, mover: SupportsMove, plan: Plan) -> int:
     """Carries out a plan: ``begin``, ``mover.move``, ``commit``.
 
     Returns:

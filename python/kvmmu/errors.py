@@ -18,6 +18,7 @@ __all__ = [
     "InvalidBlock",
     "InvalidConfig",
     "InvalidLease",
+    "InvalidMessage",
     "InvalidPlan",
     "InvalidStep",
     "KVCacheError",
@@ -25,6 +26,9 @@ __all__ = [
     "MissingExtra",
     "OutOfBlocks",
     "OutOfTables",
+    "RankFailed",
+    "RankLost",
+    "RankTimeout",
     "UnknownSequence",
     "UsedAfterFork",
 ]
@@ -99,6 +103,29 @@ class InvalidLease(KVCacheError, ValueError):
 class InvalidPlan(KVCacheError, ValueError):
     """A plan or a set of moves that cannot be begun, committed or read. Numbers: ``epoch``
     where there is one."""
+
+
+class InvalidMessage(KVCacheError, ValueError):
+    """Bytes between ranks that are not a whole, unchanged message of this version. Numbers:
+    ``given`` (bytes), and ``version`` and ``expected`` where the versions differ."""
+
+
+class RankFailed(KVCacheError, RuntimeError):
+    """A rank answered that it could not copy; all others have answered too. The moves are
+    aborted, and every sequence has the blocks it had before. Numbers: ``rank`` (the first),
+    ``epoch``, and ``failures`` (rank -> what it said)."""
+
+
+class RankTimeout(KVCacheError, TimeoutError):
+    """A rank has not answered in time. It may still be copying, so the moves stay begun and their
+    destinations out of use until it answers or is forgotten; every sequence has the blocks it had
+    before. Numbers: ``rank`` (the first), ``ranks`` (all that owe an answer), ``epoch``,
+    ``seconds`` (the limit), ``failures`` (rank -> what others said)."""
+
+
+class RankLost(RankTimeout):
+    """The connection to a rank is gone. Numbers: as RankTimeout; ``ranks`` are all that may still
+    be copying, which are none if nothing had reached the lost one."""
 
 
 class ConcurrentUse(KVCacheError, RuntimeError):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .._core import MMU, BlockTables
 from ..errors import InvalidConfig
-from ..movers import CPUMover, Mover
+from ..movers import CPUMover, SupportsMove
 from ..storage import Storage
 from .metrics import TimedMMU
 from .options import MAX_SEQUENCE_BLOCKS, Options
@@ -73,7 +73,7 @@ class Machine:
         self.block_table = table
         self.slot_mapping = slot_mapping
         self.seq_lens = np.zeros(rows, dtype=np.int32)
-        mover: Mover = CPUMover(Storage.from_numpy([contents, owners]))
+        mover: SupportsMove = CPUMover(Storage.from_numpy([contents, owners]))
         if options.sabotage is not None:
             from .sabotage import Target, wrap
 

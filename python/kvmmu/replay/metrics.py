@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .._core import MMU, BlockTables, Measure, Quote
 from ..compaction import compact
-from ..movers import Mover
+from ..movers import SupportsMove
 
 __all__ = ["TimedMMU", "Totals"]
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class TimedMMU:
     """An MMU with a stop watch. :meth:`lap` closes a step and remembers its time."""
 
-    def __init__(self, mmu: MMU, mover: Mover) -> None:
+    def __init__(self, mmu: MMU, mover: SupportsMove) -> None:
         self._mmu = mmu
         self._mover = mover
         self.total_ns = 0

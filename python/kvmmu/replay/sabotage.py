@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._core import MMU, BlockTables, Moves
-from ..movers import Mover, Pairs
+from ..movers import Pairs, SupportsMove
 
 __all__ = ["Target", "wrap"]
 
@@ -34,7 +34,7 @@ class Target(NamedTuple):
     block_table: npt.NDArray[np.int32]
 
 
-def wrap(kind: str, mmu: MMU, mover: Mover, target: Target) -> tuple[MMU, Mover]:
+def wrap(kind: str, mmu: MMU, mover: SupportsMove, target: Target) -> tuple[MMU, SupportsMove]:
     """The MMU and the mover, one of them broken."""
     if kind == "skip-copy":
         return mmu, _SkipCopy()
@@ -54,7 +54,7 @@ class _SkipCopy:
 
 
 class _EarlyReuse:
-    def __init__(self, mover: Mover, target: Target) -> None:
+    def __init__(self, mover: SupportsMove, target: Target) -> None:
         self._mover = mover
         self._target = target
 
