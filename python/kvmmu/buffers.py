@@ -4,8 +4,8 @@ What lives here: :class:`Buffers` (one set) and :class:`Rotation` (the sets of a
 lives here: what is written into them; the MMU does that.
 
 A set must not be written while the device may still read it, so a cache that keeps ``n`` steps in
-flight has ``n + 1`` sets and gives the next step the one that has rested longest. The address of every
-buffer stays the same for the life of the cache.
+flight has ``n + 1`` sets and gives the next step the one that has rested longest. The address of
+every buffer stays the same for the life of the cache.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Rotation:
         buffers = self._sets[self._next]
         if buffers.step in in_flight:
             raise InvalidStep(
-                f"step {step}: all {len(self._sets)} sets of buffers are in flight, the oldest with "
-                f"step {buffers.step}; end that first, or make the cache with a larger steps_in_flight",
+                f"step {step}: all {len(self._sets)} sets of buffers are in flight, the oldest "
+                f"with step {buffers.step}: end that first, or allow more steps_in_flight",
                 step=step,
             )
         self._next = (self._next + 1) % len(self._sets)

@@ -1,8 +1,8 @@
 """The torch-facing KV cache: an MMU, the memory of the blocks, and a mover.
 
-What lives here: :class:`KVCache`, the handles :class:`Sequence`, :class:`Step` and :class:`Batch`. What
-never lives here: which block goes where (the MMU decides), how a layout lays out bytes
-(:mod:`.layout`), how attention is computed (:mod:`.attention`).
+What lives here: :class:`KVCache`, the handles :class:`Sequence`, :class:`Step` and
+:class:`Batch`. What never lives here: which block goes where (the MMU decides), how a layout lays
+out bytes (:mod:`.layout`), how attention is computed (:mod:`.attention`).
 
 The life of a step::
 
@@ -588,7 +588,7 @@ class KVCache:
         return self.layers[index]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, batch: Batch) -> None:
-        """Stores the KV of a step: k and v [T, heads, dim], a row each of ``batch.slot_mapping``."""
+        """Stores the KV of a step: k and v [T, heads, dim], in the order of its slots."""
         self.layers.write(layer, k, v, batch.slot_mapping)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -2,10 +2,10 @@
 
 What lives here: :class:`Lease` and the book of the open ones. What never lives here: the transfer.
 
-A leased block stays where it is and what it is: it is not moved, evicted or reused, whatever happens
-to its sequence; a sequence that writes into one copies it first. Leases end in any order, each
-once. One that takes longer than its timeout is reported and kept: nobody but the transfer knows
-whether it still reads.
+A leased block stays where it is and what it is: it is not moved, evicted or reused, whatever
+happens to its sequence; a sequence that writes into one copies it first. Leases end in any order,
+each once. One that takes longer than its timeout is reported and kept: nobody but the transfer
+knows whether it still reads.
 """
 
 from __future__ import annotations
