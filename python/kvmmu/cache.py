@@ -44,6 +44,7 @@ from .compaction import compact
 from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
+from .storage import Storage
 from .transfer import block_runs, byte_ranges
 
 __all__ = ["Batch", "Event", "KVCache", "Sequence", "Step"]
@@ -469,8 +470,8 @@ class KVCache:
                 raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from 1")
         self.mmu = mmu
         self.layers = layers
-        self.storage = layers.storage
-        self.mover = CPUMover(layers.storage)
+        self.storage = Storage(layers.storage.regions, mmu.num_blocks, null_block=mmu.null_block)
+        self.mover = CPUMover(self.storage)
         self.auto_compact = auto_compact
         shape = (max_batch, mmu.max_blocks_per_sequence, max_tokens)
         self._rotation = Rotation(mmu, buffers, steps_in_flight, shape)

@@ -73,17 +73,17 @@ class CPUMover:
                 source. A source may occur several times.
 
         Raises:
-            InvalidBlock: an id that is not below ``storage.num_blocks`` (the null block, for
-                instance). Numbers: ``block``, ``num_blocks``, and ``index``, the row.
+            InvalidBlock: an id that is no usable block (the null block, for instance). Numbers:
+                ``block``, ``num_blocks``, and ``index``, the row.
             InvalidPlan: a destination that occurs twice, or that is a source as well. Numbers:
                 ``block``.
             InvalidConfig: another dtype or shape.
             Nothing has been copied then.
         """
-        checked = _checked(pairs, self._storage.num_blocks)
+        checked = _checked(pairs, self._storage)
         if len(checked) == 0:
             return
-        _core.copy_blocks(self._storage.region_table, checked, self._storage.num_blocks)
+        _core.copy_blocks(self._storage.region_table, checked, self._storage.span)
         self._copied_bytes += len(checked) * self._storage.block_bytes
 
 
@@ -179,8 +179,9 @@ class Mover:
         return len(moves)
 
 
-def _checked(pairs: Pairs, num_blocks: int) -> npt.NDArray[np.uint32]:
+def _checked(pairs: Pairs, storage: Storage) -> npt.NDArray[np.uint32]:
     """The same pairs as contiguous uint32 [m, 2]."""
+    num_blocks = storage.num_blocks
     if (
         not isinstance(pairs, np.ndarray)
         or pairs.dtype not in (np.uint32, np.int32)
@@ -201,6 +202,14 @@ def _checked(pairs: Pairs, num_blocks: int) -> npt.NDArray[np.uint32]:
         raise InvalidBlock(
             f"move {index} names block {block}, but ids start at 0",
             block=block,
+            index=index,
+            num_blocks=num_blocks,
+        )
+    if storage.null_block < num_blocks and (pairs == storage.null_block).any():
+        index = int(np.flatnonzero((pairs == storage.null_block).any(axis=1))[0])
+        raise InvalidBlock(
+            f"move {index} names block {storage.null_block}, the null block",
+            block=storage.null_block,
             index=index,
             num_blocks=num_blocks,
         )

@@ -59,13 +59,19 @@ class Storage:
             among regions of one stride; regions of different strides must not interleave at all.
         num_blocks: usable blocks, as ``MMU.num_blocks``; the null block is one more, so every
             region needs at least ``num_blocks + 1`` blocks.
+        null_block: which block that is, 0 .. num_blocks, as ``MMU.null_block``; default: the last.
+            Nothing is ever moved from or to it.
 
     Raises:
         InvalidConfig: names the region (``region``; ``other`` for an overlap) and the numbers.
     """
 
-    def __init__(self, regions: Iterable[Region], num_blocks: int) -> None:
+    def __init__(
+        self, regions: Iterable[Region], num_blocks: int, *, null_block: int | None = None
+    ) -> None:
         self._num_blocks = _integer("num_blocks", num_blocks, 1, _MAX_NUM_BLOCKS)
+        null = self._num_blocks if null_block is None else null_block
+        self._null_block = _integer("null_block", null, 0, self._num_blocks)
         self._regions = tuple(regions)
         if not self._regions:
             raise InvalidConfig("a storage needs at least one region; 0 were given", given=0)
@@ -108,6 +114,16 @@ class Storage:
     def regions(self) -> tuple[Region, ...]:
         """As given, in that order."""
         return self._regions
+
+    @property
+    def null_block(self) -> int:
+        """The block that padding points at."""
+        return self._null_block
+
+    @property
+    def span(self) -> int:
+        """Usable blocks have ids below this; the null block may lie among them."""
+        return self._num_blocks + (self._null_block < self._num_blocks)
 
     @property
     def num_blocks(self) -> int:

@@ -63,7 +63,7 @@ def byte_ranges(storage: Storage, runs: Sequence[tuple[int, int]]) -> list[npt.N
         InvalidConfig: not pairs of integers, or a negative count.
         InvalidBlock: a run that leaves the usable blocks. Numbers: ``block``, ``num_blocks``.
     """
-    starts, counts = _merged(storage.num_blocks, runs)
+    starts, counts = _merged(storage.span, runs)
     single: Ints | None = None
     ranges: list[Ints] = []
     for region in storage.regions:
