@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 import kvmmu
+from kvmmu.layout import Layers
 
 LAYERS, BLOCK, BLOCKS, RANKS, IN_FLIGHT = 2, 8, 96, 4, 2
 
@@ -71,7 +72,7 @@ class Engine:
         shape = (BLOCKS + 1, BLOCK, 1, 1)  # the engine's own tensors; the last block is the null block
         self.kv = [[torch.zeros(shape) for _ in range(LAYERS)] for _ in range(RANKS)]
         self.caches = [
-            kvmmu.layout.Layers.adopt(kv, layout="NHD", block_size=BLOCK, num_blocks=BLOCKS + 1)
+            Layers.adopt(kv, layout="NHD", block_size=BLOCK, num_blocks=BLOCKS + 1)
             for kv in self.kv
         ]
         self.movers = [kvmmu.Mover(layers.storage) for layers in self.caches]
