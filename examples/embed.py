@@ -113,9 +113,8 @@ class Engine:
         return batch
 
     def drop(self, request: Request) -> None:
-        """Safe at any time: steps in flight keep reading what they were given."""
         self.running.remove(request)
-        request.seq.close()
+        request.seq.close()  # safe at any time: steps in flight keep reading what they were given
 
     def finish(self, request: Request) -> None:
         lease = request.seq.lease()  # keeps the bytes until they were compared
