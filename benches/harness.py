@@ -150,10 +150,15 @@ def warm_cores(warm_up: float = 3.0) -> float:
 
 def atomic_add_ns() -> float:
     """One uncontended atomic add, in nanoseconds, measured now by a Rust program."""
+    return rust_figures("atomic_add")["ns"]
+
+
+def rust_figures(example: str) -> dict[str, float]:
+    """What an example of the core crate measures and prints as JSON."""
     cargo = ("cargo", "run", "--quiet", "--release", "--locked")
-    command = (*cargo, "-p", "kvmmu", "--example", "atomic_add")
+    command = (*cargo, "-p", "kvmmu", "--example", example)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return float(json.loads(done.stdout)["ns"])
+    return {name: float(value) for name, value in json.loads(done.stdout).items()}
 
 
 def with_path(folder: Path, load: Callable[[], Any], bench: Bench) -> Any:

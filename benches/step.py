@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from kvmmu import MMU, BlockTables
 
-from harness import Bench, Goal, Row, medians, seconds, with_path
+from harness import Bench, Goal, Row, medians, rust_figures, seconds, with_path
 
 Tokens = npt.NDArray[np.int32]
 
@@ -210,14 +212,7 @@ def decode_step(bench: Bench, vllm: VLLM | None) -> Iterator[Row]:
 
 def our_decode_step(width: int, prompt: int) -> Callable[[], float]:
     """begin, prepare (tables written), written, end."""
-    mmu = MMU(BATCH * width, BLOCK, max_sequences=BATCH, max_blocks_per_sequence=width)
-    one = tables(mmu, 1, width, prompt)
-    sequences = np.empty(BATCH, np.int64)
-    for index in range(BATCH):
-        sequences[index] = mmu.open(random_tokens(prompt, seed=index))
-        prefill(mmu, int(sequences[index]), one, prompt)
-    batch = tables(mmu, BATCH, width, BATCH)
-    new = random_tokens(BATCH, seed=BATCH)
+    mmu, sequences, batch, new = decoding(width, prompt)
 
     def step() -> None:
         number = mmu.begin_step()
@@ -226,6 +221,18 @@ def our_decode_step(width: int, prompt: int) -> Callable[[], float]:
         mmu.end_step(number)
 
     return lambda: seconds(step)
+
+
+def decoding(width: int, prompt: int) -> tuple[MMU, npt.NDArray[np.int64], BlockTables, Tokens]:
+    """A batch whose prompts are written, its tables, and a token for each."""
+    mmu = MMU(BATCH * width, BLOCK, max_sequences=BATCH, max_blocks_per_sequence=width)
+    one = tables(mmu, 1, width, prompt)
+    sequences = np.empty(BATCH, np.int64)
+    for index in range(BATCH):
+        sequences[index] = mmu.open(random_tokens(prompt, seed=index))
+        prefill(mmu, int(sequences[index]), one, prompt)
+    batch = tables(mmu, BATCH, width, BATCH)
+    return mmu, sequences, batch, random_tokens(BATCH, seed=BATCH)
 
 
 def vllm_decode_step(vllm: VLLM, width: int, prompt: int) -> Callable[[], float]:
@@ -253,8 +260,93 @@ def vllm_decode_step(vllm: VLLM, width: int, prompt: int) -> Callable[[], float]
     return timed
 
 
+def prepare_alone(bench: Bench) -> Iterator[Row]:
+    """Rows, lengths and slots of a decode step: from Rust, and from Python in company (torch
+    imported where it is there, garbage collector on, eight idle threads)."""
+    name = f"prepare {BATCH} x {DEPTH} blocks"
+    core = rust_figures("decode_step")
+    yield Row(f"{name}, core, median", "us", core["us"], goal=Goal(20))
+    yield Row(
+        f"{name}, core, p99",
+        "us",
+        core["p99_us"],
+        "its median",
+        core["us"],
+        Goal(3, of="ratio"),
+    )
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        bench.note("prepare is measured without torch, which is not installed")
+    wake = threading.Event()
+    idle = [threading.Thread(target=wake.wait, daemon=True) for _ in range(8)]
+    for thread in idle:
+        thread.start()
+    width = DEPTH + 1000 // BLOCK + 2
+    mmu, sequences, batch, new = decoding(width, (DEPTH - 1) * BLOCK + 1)
+    times = []
+    for _ in range(1001):
+        number = mmu.begin_step()
+        start = time.perf_counter()
+        mmu.prepare(number, sequences, batch, new_tokens=new)
+        times.append((time.perf_counter() - start) * 1e6)
+        mmu.written(number)
+        mmu.end_step(number)
+    wake.set()
+    times = sorted(times[1:])
+    median, p99 = times[500], times[990]
+    yield Row(f"{name}, from Python, median", "us", median, goal=Goal(40))
+    yield Row(f"{name}, from Python, p99", "us", p99, "its median", median, Goal(3, of="ratio"))
+
+    indptr, last = np.zeros(BATCH + 1, np.int32), np.zeros(BATCH, np.int32)
+    indices = np.zeros(BATCH * width, np.int32)
+    count = batch.csr(indptr, indices, last)
+    source = indices[:count].copy()
+    target = np.zeros_like(source)
+
+    def copied() -> None:
+        target[:] = source
+
+    found = medians(
+        {
+            "kvmmu": lambda: seconds(lambda: batch.csr(indptr, indices, last)) * 1e6,
+            "memmove": lambda: seconds(copied) * 1e6,
+        }
+    )
+    yield Row(
+        f"CSR of {BATCH} x {DEPTH} blocks",
+        "us",
+        found["kvmmu"],
+        "memmove of its indices",
+        found["memmove"],
+        Goal(1.2, of="ratio"),
+    )
+
+    token, sequence = new[:1].copy(), int(sequences[0])
+    length = mmu.info(sequence).num_tokens - 500
+    mmu.truncate(sequence, length)
+
+    def thousand() -> float:
+        start = time.perf_counter()
+        for _ in range(500):
+            mmu.append(sequence, token)
+        for _ in range(500):
+            mmu.states()
+        took = time.perf_counter() - start
+        mmu.truncate(sequence, length)
+        return took * 1e3
+
+    yield Row(
+        "one call from Python (append a token; states)",
+        "us",
+        medians({"kvmmu": thousand})["kvmmu"],
+        goal=Goal(0.5),
+    )
+
+
 def rows(bench: Bench) -> Iterator[Row]:
     vllm = with_path(bench.vllm, load_vllm, bench) if bench.vllm else None
     yield from open_and_close(bench, vllm)
     yield from prefix_match(bench, vllm)
     yield from decode_step(bench, vllm)
+    yield from prepare_alone(bench)

@@ -1,8 +1,8 @@
 """kvmmu inside a foreign engine: own scheduler, own tensors on four ranks, two steps in flight.
 
-The scheduler prepares a step while the one before is still queued on the "device" (a queue that runs
-in order). Requests are aborted and preempted while steps that read them are in flight, blocks move all
-the while, and every answer is compared on every rank.
+The scheduler prepares a step while the one before is still queued on the "device", a queue that
+runs in order. Requests are aborted and preempted while steps that read them are in flight, blocks
+move all the while, and every answer is compared on every rank.
 
     python examples/embed.py [REQUESTS]
 """
@@ -12,104 +12,43 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable
-
-import torch
+from dataclasses import dataclass
+from typing import Any
 
 import kvmmu
+import numpy as np
+import torch
+from device import Device, Event, words
 from kvmmu.layout import Layers
 
 LAYERS, BLOCK, BLOCKS, RANKS, IN_FLIGHT = 2, 8, 96, 4, 2
 
 
-class Device:
-    """Runs what is queued, in order; an event is a place in the queue."""
-
-    def __init__(self) -> None:
-        self.queue: deque[Callable[[], object]] = deque()
-        self.queued = self.ran = 0
-
-    def put(self, work: Callable[[], object]) -> None:
-        self.queue.append(work)
-        self.queued += 1
-
-    def run(self, upto: int) -> None:
-        while self.ran < upto:
-            self.queue.popleft()()
-            self.ran += 1
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self.device, self.place = device, device.queued
-
-    def query(self) -> bool:
-        return self.device.ran >= self.place
-
-    def synchronize(self) -> None:
-        self.device.run(self.place)
-
-
-def words(tokens: list[int], rank: int) -> torch.Tensor:
-    """KV of a rank, [n, 1, 1]: each position depends on its whole prefix."""
-    value, out = rank, []
-    for token in tokens:
-        value = (31 * value + token + 1) % 1_000_003
-        out.append(value)
-    return torch.tensor(out, dtype=torch.float32)[:, None, None]
-
-
+@dataclass(eq=False)
 class Request:
-    def __init__(self, prompt: list[int], answer: int) -> None:
-        self.text, self.end, self.seq = prompt, len(prompt) + answer, None
+    """What the scheduler knows of one."""
 
-    seq: kvmmu.Sequence | None
+    text: list[int]
+    end: int
+    seq: Any = None
 
 
 class Engine:
+    """A scheduler with tensors of its own."""
+
     def __init__(self, seed: int) -> None:
         self.draw, self.device = random.Random(seed), Device()
-        shape = (BLOCKS + 1, BLOCK, 1, 1)  # the engine's own tensors; the last block is the null block
-        self.kv = [[torch.zeros(shape) for _ in range(LAYERS)] for _ in range(RANKS)]
-        self.caches = [
-            Layers.adopt(kv, layout="NHD", block_size=BLOCK, num_blocks=BLOCKS + 1)
-            for kv in self.kv
-        ]
-        self.movers = [kvmmu.Mover(layers.storage) for layers in self.caches]
-        self.cache = kvmmu.KVCache.attach(
-            self.kv[0], layout="NHD", num_blocks=BLOCKS, block_size=BLOCK, max_batch=16,
-            steps_in_flight=IN_FLIGHT, compaction_start=0.1, compaction_stop=0.05,
-        )  # fmt: skip
+        shape = (BLOCKS + 1, BLOCK, 1, 1)  # the engine's own tensors; the last block is for padding
+        kv = [[torch.zeros(shape) for _ in range(LAYERS)] for _ in range(RANKS)]
+        form = {"layout": "NHD", "block_size": BLOCK}
+        self.ranks = [Layers.adopt(own, num_blocks=BLOCKS + 1, **form) for own in kv]
+        self.movers = [kvmmu.Mover(rank.storage) for rank in self.ranks]
+        options = {"compaction_start": 0.1, "compaction_stop": 0.05, "steps_in_flight": IN_FLIGHT}
+        self.cache = kvmmu.KVCache.attach(kv[0], num_blocks=BLOCKS, **form, **options)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.events: deque[Event] = deque()
         self.finished = self.aborted = self.preempted = self.moved = 0
-
-    def move(self, pairs: object) -> None:
-        """The same copies on every rank, behind what is queued."""
-        for mover in self.movers:
-            self.device.put(lambda mover=mover: mover.move(pairs))
-
-    def admit(self) -> None:
-        while self.waiting and len(self.running) < 12:
-            request = self.waiting[0]
-            if self.cache.mmu.quote(torch.tensor(request.text, dtype=torch.int32).numpy()).when != "now":
-                return
-            request.seq = self.cache.open(request.text)
-            self.running.append(self.waiting.popleft())
-
-    def drop(self, request: Request) -> None:
-        """Abort or preempt: safe at any time, steps in flight keep reading what they were given."""
-        self.running.remove(request)
-        assert request.seq is not None
-        request.seq.close()
-
-    def compact(self) -> None:
-        plan = self.cache.mmu.plan_compaction()
-        if plan is not None:
-            moves = self.cache.mmu.begin(plan)
-            self.move(kvmmu.Moves.from_bytes(moves.to_bytes()).pairs)  # as it would reach a rank
-            self.moved += self.cache.mmu.commit(moves)  # its copies are queued ahead of the next step
 
     def step(self) -> None:
         while len(self.events) >= IN_FLIGHT:  # the device is two steps behind, never more
@@ -117,58 +56,75 @@ class Engine:
         step = self.cache.begin_step()
         self.compact()
         self.admit()
-        while True:
-            lens, new = [], []
-            for request in self.running:
-                left = len(request.text) - request.seq.num_scheduled
-                lens.append(min(left, 24) if left else 1)
-                if not left:
-                    new.append(self.draw.randrange(50))
-            try:
-                batch = step.prepare(
-                    [r.seq for r in self.running], query_lens=lens, new_tokens=new, defer_copies=True
-                )
-                break
-            except kvmmu.OutOfBlocks:
-                youngest = self.running[-1]
-                self.drop(youngest)
-                self.waiting.appendleft(youngest)
-                self.preempted += 1
-                self.cache.synchronize()  # what it held is fenced until its steps have ended
-        tokens = iter(new)
-        chunks = []
-        for request, length in zip(self.running, lens, strict=True):
-            end = request.seq.num_scheduled
-            if end > len(request.text):
-                request.text.append(next(tokens))
-            chunks.append((request.text[:end], length))
+        batch = self.prepare(step)
         self.move(batch.copies)
-        slots = batch.slot_mapping.clone()  # a device's own copy
-        for rank, layers in enumerate(self.caches):
-            k = torch.cat([words(text, rank)[len(text) - n :] for text, n in chunks] or [torch.zeros(0, 1, 1)])
+        slots = batch.slot_mapping.clone()  # to the device
+        lens = batch.query_start_loc.diff().tolist()
+        texts = [request.text[: request.seq.num_scheduled] for request in self.running]
+        for rank, layers in enumerate(self.ranks):
+            k = torch.cat([words(t, rank)[len(t) - n :] for t, n in zip(texts, lens, strict=True)])
             for layer in range(LAYERS):
-                self.device.put(lambda a=layers, i=layer, k=k: a.write(i, k, None, slots))
-        step.written()
-        event = Event(self.device)
-        self.events.append(event)
-        self.cache.end_step(step, event)
-        for request in [r for r in self.running if len(r.text) >= r.end]:
+                self.device.put(lambda to=layers, i=layer, k=k: to.write(i, k, None, slots))
+        step.written()  # queued ahead of whatever will read it
+        self.events.append(Event(self.device))
+        self.cache.end_step(step, self.events[-1])
+        for request in [one for one in self.running if len(one.text) >= one.end]:
             self.finish(request)
         if self.running and self.draw.random() < 0.05:
             self.drop(self.draw.choice(self.running))
             self.aborted += 1
 
+    def compact(self) -> None:
+        plan = self.cache.mmu.plan_compaction()
+        if plan is not None:
+            moves = self.cache.mmu.begin(plan)
+            self.move(kvmmu.Moves.from_bytes(moves.to_bytes()).pairs)  # as ranks would get it
+            self.moved += self.cache.mmu.commit(moves)  # the copies are queued ahead of the step
+
+    def move(self, pairs: np.ndarray) -> None:
+        for mover in self.movers:
+            self.device.put(lambda mover=mover: mover.move(pairs))
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < 12:
+            tokens = np.array(self.waiting[0].text, dtype=np.int32)
+            if self.cache.mmu.quote(tokens).when != "now":
+                return
+            self.running.append(self.waiting.popleft())
+            self.running[-1].seq = self.cache.open(tokens)
+
+    def prepare(self, step: kvmmu.Step) -> kvmmu.Batch:
+        """Up to 24 tokens of a prompt or one new token each; preempts the youngest if it must."""
+        while True:
+            left = [len(one.text) - one.seq.num_scheduled for one in self.running]
+            new = [self.draw.randrange(50) for n in left if n == 0]
+            form = {"query_lens": [min(n, 24) or 1 for n in left], "new_tokens": new}
+            try:
+                seqs = [request.seq for request in self.running]
+                batch = step.prepare(seqs, defer_copies=True, **form)
+                break
+            except kvmmu.OutOfBlocks:
+                self.waiting.appendleft(self.running[-1])
+                self.drop(self.running[-1])
+                self.preempted += 1
+                self.cache.synchronize()  # what it held is fenced until its steps have ended
+        for request in [one for one, n in zip(self.running, left, strict=True) if n == 0]:
+            request.text.append(new.pop(0))
+        return batch
+
+    def drop(self, request: Request) -> None:
+        self.running.remove(request)
+        request.seq.close()  # safe at any time: steps in flight keep reading what they were given
+
     def finish(self, request: Request) -> None:
-        """Closed at once; a lease keeps the bytes until they were compared."""
-        lease = request.seq.lease()
+        lease = request.seq.lease()  # keeps the bytes until they were compared
         self.drop(request)
         self.finished += 1
 
         def compare() -> None:
-            blocks = torch.from_numpy(lease.blocks)
-            for rank, layers in enumerate(self.caches):
+            for rank, layers in enumerate(self.ranks):
                 for layer in range(LAYERS):
-                    k, _ = layers.gather(layer, blocks, len(request.text))
+                    k, _ = layers.gather(layer, torch.from_numpy(lease.blocks), len(request.text))
                     assert torch.equal(k, words(request.text, rank)), (rank, layer)
             lease.done()
 
@@ -176,21 +132,18 @@ class Engine:
 
 
 def main(requests: int = 150, seed: int = 1) -> None:
-    print("seed", seed)
     engine = Engine(seed)
     for _ in range(requests):
-        system = list(range(20))
         own = [engine.draw.randrange(50) for _ in range(engine.draw.randrange(60))]
-        engine.waiting.append(Request(system + own, engine.draw.randrange(1, 60)))
+        text = list(range(20)) + own  # a system prompt, shared, and the user's
+        engine.waiting.append(Request(text, len(text) + engine.draw.randrange(1, 60)))
     while engine.waiting or engine.running:
         engine.step()
-    engine.cache.synchronize()
     engine.device.run(engine.device.queued)
+    engine.cache.poll()
     engine.cache.validate()
     print(f"{engine.finished} finished, {engine.aborted} aborted, {engine.preempted} preempted")
-    print(f"{engine.moved} blocks moved on each of {RANKS} ranks, every answer compared: equal")
-    engine.cache.mmu.evict(BLOCKS)
-    assert engine.cache.mmu.states()["empty"] == BLOCKS, engine.cache.mmu.states()
+    print(f"{engine.moved} blocks moved on {RANKS} ranks, all answers equal (seed {seed})")
 
 
 if __name__ == "__main__":

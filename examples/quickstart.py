@@ -8,9 +8,8 @@ computation over ordinary contiguous KV.
 
 from __future__ import annotations
 
-import torch
-
 import kvmmu
+import torch
 
 HEADS, KV_HEADS, DIM = 8, 2, 32
 

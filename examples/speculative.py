@@ -12,9 +12,8 @@ from __future__ import annotations
 import random
 import sys
 
-import torch
-
 import kvmmu
+import torch
 
 BLOCK = 4
 
@@ -48,7 +47,7 @@ def main(rounds: int = 200, seed: int = 1) -> None:
 
     seq, text = cache.open([]), []
     accepted = 0
-    for turn in range(rounds):
+    for _ in range(rounds):
         # Speculate: five drafts, some accepted.
         draft = [draw.randrange(100) for _ in range(5)]
         write([seq], [text + draft], 5)

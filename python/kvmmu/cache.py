@@ -136,9 +136,9 @@ class Sequence:
         """Its physical blocks now, as (first block, count) of each run of consecutive ones."""
         return block_runs(self.block_table())
 
-    def byte_ranges(self) -> list[list[tuple[int, int]]]:
-        """For each region of the storage: (address, bytes) of the runs. Take a lease first: without
-        one the blocks may move."""
+    def byte_ranges(self) -> list[Int64s]:
+        """For each region of the storage, int64 [k, 2]: (address, bytes) of the runs. Take a lease
+        first: without one the blocks may move."""
         return byte_ranges(self._cache.storage, self.runs())
 
     # -- verbs -------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the step."""
-        return self.slot_mapping.shape[0]
+        return int(self.slot_mapping.shape[0])
 
     def run_copies(self) -> None:
         """Runs the deferred copies, once."""
