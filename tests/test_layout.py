@@ -485,7 +485,7 @@ def test_reads_outside_of_the_pool_are_refused_with_their_numbers() -> None:
     with pytest.raises(InvalidConfig, match="9 tokens need 3 blocks of 4; 2 were given"):
         layers.views(0, [(0, 2)], 9)
     with pytest.raises(InvalidConfig, match="blocks must be integers"):
-        layers.gather(0, [0.5], 1)  # type: ignore[list-item]
+        layers.gather(0, np.array([0.5]).tolist(), 1)
     with pytest.raises(InvalidConfig, match=r"layer must be in 0 \.\. 1"):
         layers.gather(2, [0], 1)
     layers.gather(0, [0, 99], 4)  # what is behind the last token is not read
