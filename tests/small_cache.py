@@ -36,10 +36,15 @@ class Device:
         self.late = late
         self.queue: deque[Callable[[], object]] = deque()
         self.queued = self.ran = 0
+        self.copies = 0
+        """Place behind the last copy or move: who does not go through the queue waits for those,
+        and for no kernel."""
 
-    def put(self, work: Callable[[], object]) -> None:
+    def put(self, work: Callable[[], object], *, copies: bool = False) -> None:
         self.queue.append(work)
         self.queued += 1
+        if copies:
+            self.copies = self.queued
         if not self.late:
             self.run()
 
@@ -88,7 +93,7 @@ class DeviceMover:
             self.mover.move(pairs[: self.fails_after])
             raise Broken
         pairs = pairs.copy()
-        self.device.put(lambda: self.mover.move(pairs))
+        self.device.put(lambda: self.mover.move(pairs), copies=True)
 
 
 def contents(values: Sequence[int], layer: int, half: int, like: Any) -> Any:

@@ -79,6 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
             compaction_start=0.0,
             compaction_stop=0.0,
             budget_blocks=5,
+            max_tokens=128,
         )
         self.cache = self.pool.cache
         self.depth = depth
@@ -86,8 +87,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.open_steps: list[tuple[Any, set[int]]] = []  # begun, neither written nor cancelled
         self.leases: list[tuple[Any, list[Any]]] = []
         self.gone: list[Any] = []
-        for length in opened:
-            self.open(length, True)
+        for at, length in enumerate(opened):
+            self.open_prompt((self.stem if at % 2 else []) + self.pool.fresh(length), True)
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -126,10 +127,39 @@ class CacheMachine(RuleBasedStateMachine):
     # -- sequences ---------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.pool.handles) < MAX_SEQUENCES)
-    @rule(length=st.integers(0, 12), shared=st.booleans())
-    def open(self, length: int, shared: bool) -> None:
+    @rule(length=st.integers(0, 12), shared=st.booleans(), write=st.booleans())
+    def open(self, length: int, shared: bool, write: bool) -> None:
         tokens = self.stem[:length] + self.pool.fresh(1) if shared else self.pool.fresh(length)
-        self.attempt(lambda: self.pool.open(tokens, write=False), OutOfBlocks, LimitExceeded)
+        self.open_prompt(tokens, write)
+
+    def open_prompt(self, tokens: list[int], write: bool) -> None:
+        done = self.attempt(lambda: self.pool.open(tokens, write=False), OutOfBlocks, LimitExceeded)
+        handle = self.pool.handles[max(self.pool.handles)] if done else None
+        if handle and write and self.cache.poll() <= self.depth:
+            step = self.pool.launch([handle], [handle.num_tokens - handle.num_scheduled])
+            step.written()
+            self.cache.end_step(step, self.pool.device.event())
+
+    @precondition(lambda self: len(self.pool.handles) < MAX_SEQUENCES)
+    @rule(keep=st.booleans())
+    def load(self, keep: bool) -> None:
+        """Takes every block that can be had, and fills them at once, past the queue: what steps in
+        flight or leases still need must not be among them."""
+        length = self.pool.states()["available"] * self.pool.block_size
+        if self.cache.poll() > self.depth or not length:
+            return
+        try:
+            handle = self.pool.open(self.pool.fresh(length), write=False)
+        except OutOfBlocks:
+            return
+        step = self.cache.begin_step()
+        batch = step.prepare([handle], query_lens=[length])
+        self.pool.device.run(max(self.pool.device.copies, self.pool.device.ran))
+        self.pool.write(batch.slot_mapping.clone(), self.pool.texts[handle.id].values)
+        step.written()
+        self.cache.end_step(step)
+        if not keep:
+            self.pool.close(handle)
 
     @precondition(lambda self: 0 < len(self.pool.handles) < MAX_SEQUENCES)
     @rule(at=index)
@@ -249,10 +279,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- moves -------------------------------------------------------------------------------
 
-    @rule()
-    def compact(self) -> None:
+    @rule(passes=st.integers(1, 3))
+    def compact(self, passes: int) -> None:
         """Its copies are queued behind what runs already, ahead of the next step."""
-        self.cache.compact()
+        for _ in range(passes):
+            self.cache.compact()
 
     @rule(after=st.integers(0, 4))
     def compact_with_a_mover_that_dies(self, after: int) -> None:
