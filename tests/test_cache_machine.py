@@ -133,10 +133,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.open_prompt(tokens, write)
 
     def open_prompt(self, tokens: list[int], write: bool) -> None:
-        done = self.attempt(lambda: self.pool.open(tokens, write=False), OutOfBlocks, LimitExceeded)
-        handle = self.pool.handles[max(self.pool.handles)] if done else None
-        if handle and write and self.cache.poll() <= self.depth:
-            step = self.pool.launch([handle], [handle.num_tokens - handle.num_scheduled])
+        handles: list[Any] = []
+        self.attempt(
+            lambda: handles.append(self.pool.open(tokens, write=False)), OutOfBlocks, LimitExceeded
+        )
+        if handles and write and self.cache.poll() <= self.depth:
+            step = self.pool.launch(handles, [handles[0].num_tokens - handles[0].num_scheduled])
             step.written()
             self.cache.end_step(step, self.pool.device.event())
 
