@@ -11,7 +11,7 @@ use pyo3::types::{PyDict, PyString};
 use crate::convert::{array, count, integer, keys, optional, ratio, word};
 use crate::errors::{core_error, error};
 use crate::tables::BlockTables;
-use crate::values::{Measure, Moves, Plan, Quote, SequenceInfo, internal, pairs};
+use crate::values::{self, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -214,7 +214,7 @@ impl MMU {
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let copies = self.call(py, |core| core.append(sequence, tokens.slice()))?;
-        Ok(pairs(py, &copies, |block| block as i32))
+        Ok(values::copies(py, &copies))
     }
 
     fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
@@ -310,7 +310,7 @@ impl MMU {
         let copies = tables.with(py, |rows, buffers| {
             self.call(py, |core| core.prepare(step, ids, lens, new, rows, buffers))
         })??;
-        Ok(pairs(py, &copies, |block| block as i32))
+        Ok(values::copies(py, &copies))
     }
 
     fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
