@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvmmu::{Config, Mmu, Placement};
 use numpy::{IntoPyArray, PyArray1, PyArray2};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
@@ -406,13 +407,13 @@ impl MMU {
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let states = self.get(py, Mmu::states)?;
         let dict = PyDict::new(py);
-        dict.set_item("empty", states.empty)?;
-        dict.set_item("destined", states.destined)?;
-        dict.set_item("in_use", states.in_use)?;
-        dict.set_item("cached", states.cached)?;
-        dict.set_item("fenced", states.fenced)?;
-        dict.set_item("offline", states.offline)?;
-        dict.set_item("available", states.available)?;
+        dict.set_item(intern!(py, "empty"), states.empty)?;
+        dict.set_item(intern!(py, "destined"), states.destined)?;
+        dict.set_item(intern!(py, "in_use"), states.in_use)?;
+        dict.set_item(intern!(py, "cached"), states.cached)?;
+        dict.set_item(intern!(py, "fenced"), states.fenced)?;
+        dict.set_item(intern!(py, "offline"), states.offline)?;
+        dict.set_item(intern!(py, "available"), states.available)?;
         Ok(dict)
     }
 
