@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["stepp"], "no benchmark is called 'stepp'; there are: move, plan, step, table"),
+        (["stepp"], "no benchmark is called 'stepp'; there are: move, plan, step, table, views"),
         (["step", "--vllm", "nowhere"], "--vllm nowhere"),
         (["step", "--llfree", "nowhere"], "--llfree nowhere"),
         (["step", "--json", "/nowhere/rows.json"], "--json /nowhere/rows.json"),

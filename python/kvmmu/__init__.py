@@ -1,13 +1,21 @@
 """kvmmu: a memory-management unit for the KV caches of LLM serving.
 
 ``import kvmmu`` loads nothing: each name brings its module when it is first used. NumPy is all
-that the names below need.
+that the names in ``__all__`` need. ``LAYOUTS``, ``Layer``, ``Layers`` and ``attend`` are here as
+well and need torch (``kvmmu[torch]``): without it they raise ``MissingExtra``.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # Not in __all__, which is what can be had with NumPy alone.
+    from .attention import attend as attend
+    from .layout import LAYOUTS as LAYOUTS
+    from .layout import Layer as Layer
+    from .layout import Layers as Layers
 
 if TYPE_CHECKING:
     from ._core import (
@@ -137,14 +145,23 @@ _HOME = {
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 
+_TORCH = {
+    "LAYOUTS": "layout",
+    "Layer": "layout",
+    "Layers": "layout",
+    "attend": "attention",
+}
+"""The same for names that need torch."""
+
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and name not in _TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    home = _TORCH.get(name) or _HOME.get(name, "errors")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_TORCH})
