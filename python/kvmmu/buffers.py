@@ -108,28 +108,32 @@ class Rotation:
                 f"{len(sets)} sets of buffers for {depth} steps in flight: allowed are {depth + 1}"
             )
         self._sets = [Buffers(mmu, arrays) for arrays in sets]
-        self._next = 0
+        self._order = list(self._sets)  # taken longest ago first
 
     def take(self, step: int, in_flight: set[int]) -> Buffers:
-        """The set that has rested longest, for a step.
+        """The set that was taken longest ago of those whose steps have ended, for a step.
 
         Raises:
-            InvalidStep: the step that had it last is still in flight.
+            InvalidStep: the steps that had them last are all in flight.
         """
-        buffers = self._sets[self._next]
-        if buffers.step in in_flight:
+        for buffers in self._order:
+            if buffers.step not in in_flight:
+                break
+        else:
             raise InvalidStep(
                 f"step {step}: all {len(self._sets)} sets of buffers are in flight, the oldest "
-                f"with step {buffers.step}: end that first, or allow more steps_in_flight",
+                f"with step {self._order[0].step}: end that first, or allow more steps_in_flight",
                 step=step,
             )
-        self._next = (self._next + 1) % len(self._sets)
+        self._order.remove(buffers)
+        self._order.append(buffers)
         buffers.step = step
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:
-        """A set that was taken last and not used."""
-        self._next = self._sets.index(buffers)
+        """A set that was taken and not used."""
+        self._order.remove(buffers)
+        self._order.insert(0, buffers)
         buffers.step = None
 
     def __iter__(self) -> Iterator[Buffers]:

@@ -66,6 +66,10 @@ class Event(Protocol):
 def _int32(name: str, values: Any) -> Int32s:
     """Tokens or lengths as int32 [n]: arrays and tensors of int32 as they are, lists converted."""
     if isinstance(values, torch.Tensor):
+        if values.device.type != "cpu" or values.dtype != torch.int32:
+            raise InvalidConfig(
+                f"{name} is {values.dtype} on {values.device}: allowed is int32 on the CPU"
+            )
         values = values.numpy()
     if isinstance(values, np.ndarray):
         if values.dtype != np.int32 or values.ndim != 1:
@@ -74,9 +78,13 @@ def _int32(name: str, values: Any) -> Int32s:
             )
         return np.ascontiguousarray(values)
     try:
-        return np.array([operator.index(value) for value in values], dtype=np.int32)
+        wide = np.array([operator.index(value) for value in values], dtype=np.int64)
     except (TypeError, OverflowError) as error:
         raise InvalidConfig(f"{name}: allowed are whole numbers of 32 bits ({error})") from None
+    found = wide.astype(np.int32)
+    if (found != wide).any():  # NumPy 1 would cut them in silence
+        raise InvalidConfig(f"{name}: {int(wide[found != wide][0])} is more than 32 bits")
+    return found
 
 
 class Sequence:
@@ -241,8 +249,8 @@ class Batch:
 
     def run_copies(self) -> None:
         """Runs the deferred copies, once."""
-        copies, self.copies = self.copies, self.copies[:0]
-        self._cache._run_copies(copies)
+        self._cache._run_copies(self.copies)
+        self.copies = self.copies[:0]  # not before: what has failed is tried again on cancel
 
     def csr(self) -> Csr:
         """The rows in FlashInfer's form: ``indptr``, ``indices``, ``last_page_len``."""
@@ -255,11 +263,12 @@ class Batch:
 class Step:
     """One step. See the module for its life."""
 
-    __slots__ = ("__weakref__", "_cache", "_settled", "batch", "number")
+    __slots__ = ("__weakref__", "_cache", "_ended", "_settled", "batch", "number")
 
     def __init__(self, cache: KVCache, number: int) -> None:
         self._cache = cache
         self._settled = False
+        self._ended = False
         self.number = number
         self.batch: Batch | None = None
 
@@ -290,7 +299,7 @@ class Step:
         cache = self._cache
         if self.batch is not None:
             raise InvalidStep(f"step {self.number}: is prepared already", step=self.number)
-        ids = _ids(sequences)
+        ids = _ids(cache, sequences)
         if query_start_loc is not None:
             if query_lens is not None:
                 raise InvalidConfig("query_lens and query_start_loc: allowed is one of them")
@@ -339,16 +348,25 @@ class Step:
     ) -> None:
         if not self._settled:
             self.written() if kind is None else self.cancel()
-        self._cache.end_step(self)
+        if not self._ended:  # with an event, perhaps, that is not over
+            self._cache.end_step(self)
 
     def __repr__(self) -> str:
         return f"Step({self.number})"
 
 
-def _ids(sequences: Iterable[Sequence] | Int64s) -> Int64s:
+def _ids(cache: KVCache, sequences: Iterable[Sequence] | Int64s) -> Int64s:
     if isinstance(sequences, np.ndarray):
         return sequences
-    return np.fromiter((sequence.id for sequence in sequences), dtype=np.int64)
+    ids = []
+    for sequence in sequences:
+        if not isinstance(sequence, Sequence) or sequence._cache is not cache:
+            raise InvalidConfig(
+                f"sequences holds {sequence!r}: allowed are handles of this cache, or an int64 "
+                "array of their ids"
+            )
+        ids.append(sequence.id)
+    return np.array(ids, dtype=np.int64)
 
 
 class KVCache:
@@ -430,6 +448,7 @@ class KVCache:
         steps_in_flight: int = 1,
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
+        extra: Iterable[torch.Tensor] = (),
         **options: Any,
     ) -> KVCache:
         """Adopts an engine's own tensors; nothing is copied or zeroed.
@@ -439,13 +458,19 @@ class KVCache:
                 ``Layers.adopt``. Each has ``num_blocks + 1`` blocks.
             num_blocks: usable blocks: those of the tensors less the null block.
             null_block: which block padding points at: ``"last"``, ``"first"`` or its number.
+            extra: what else belongs to a block and moves with it, ``[num_blocks + 1, ...]``: scales
+                of a quantised cache, indexer keys, a draft model's KV.
 
         Other arguments as for :class:`KVCache`.
         """
         options["null_block"] = null_block
         mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
         layers = Layers.adopt(
-            tensors, layout=layout, block_size=mmu.block_size, num_blocks=mmu.num_blocks + 1
+            tensors,
+            layout=layout,
+            block_size=mmu.block_size,
+            num_blocks=mmu.num_blocks + 1,
+            extra=extra,
         )
         self = cls.__new__(cls)
         self._assemble(mmu, layers, max_batch, max_tokens, steps_in_flight, buffers, auto_compact)
@@ -523,16 +548,18 @@ class KVCache:
 
     def end_step(self, step: Step, event: Event | None = None) -> None:
         """The step is over: now, or (with ``event``) when the event is, as :meth:`poll` finds.
-        A step that was neither written nor cancelled counts as written."""
+        A step that was neither written nor cancelled counts as written. Once a step."""
+        if step._ended or step._cache is not self:
+            why = "has ended, or waits for its event" if step._ended else "is of another cache"
+            raise InvalidStep(f"step {step.number}: {why}", step=step.number)
         if not step._settled:
             step.written()
         if event is None:
             self._end(step.number)
         else:
             with self._lock:
-                if step.number not in self._in_flight:
-                    raise InvalidStep(f"step {step.number}: has ended", step=step.number)
                 self._ending.append((step.number, event))
+        step._ended = True
 
     def poll(self) -> int:
         """Ends the steps whose events are over, oldest first, closes sequences that were dropped,
@@ -554,8 +581,12 @@ class KVCache:
             with self._lock:
                 if not self._ending:
                     return
-                number, event = self._ending.popleft()
-            event.synchronize()
+                number, event = self._ending[0]
+            event.synchronize()  # if it raises, the step stays in flight
+            with self._lock:
+                if not self._ending or self._ending[0][0] != number:
+                    continue  # another thread has ended it
+                self._ending.popleft()
             self._end(number)
 
     def _end(self, number: int) -> None:
@@ -630,10 +661,13 @@ def _mmu(
     options: dict[str, Any],
 ) -> MMU:
     if max_sequence_tokens is not None:
-        if isinstance(max_sequence_tokens, bool) or not isinstance(max_sequence_tokens, int):
-            raise InvalidConfig(
-                f"max_sequence_tokens = {max_sequence_tokens!r}: allowed is a whole number from 1"
-            )
+        for name, value in (
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("max_sequence_tokens", max_sequence_tokens),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from 1")
         longest = -(-max_sequence_tokens // block_size)
         if not 1 <= longest <= num_blocks:
             raise InvalidConfig(
