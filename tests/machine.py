@@ -1012,8 +1012,8 @@ class MMUMachine(RuleBasedStateMachine):
         before = self.mmu.states()
         dropped = self.mmu.evict(count)
         after = self.mmu.states()
-        # It may be more than count: a known fault, held by an expected failure in test_hazards.py
-        # (test_a_leaf_that_was_pinned_goes_before_its_parent_all_the_same).
+        # At most count it should be. A known fault, held by an expected failure in test_hazards.py
+        # (test_a_leaf_behind_a_pinned_block_goes_before_the_head_of_the_chain).
         assert before["cached"] - after["cached"] >= dropped >= 0
         if dropped < count:
             assert after["available"] == after["empty"]
