@@ -884,11 +884,6 @@ def test_a_leaf_that_was_pinned_goes_before_its_parent_all_the_same() -> None:
     assert pool.match([*prompt, 0]) == 4
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a leaf behind a block that may not be evicted is not looked for: evict(1) takes the "
-    "head and all behind it, and says 2",
-)
 def test_a_leaf_behind_a_pinned_block_goes_before_the_head_of_the_chain() -> None:
     """Kind 35. The middle is pinned, and the leaf entered the order of eviction last."""
     pool = SmallPool(8, 4)

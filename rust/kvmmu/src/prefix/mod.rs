@@ -299,27 +299,28 @@ impl Index {
     /// found without it and that `may` be evicted. (Order alone puts leaves first, unless somebody
     /// held a leaf alone, by a pin, after its sequences had gone.)
     pub(crate) fn leaf_of(&self, block: u32, may: impl Fn(u32) -> bool) -> u32 {
+        let link = |id: u32| (id != NONE).then_some(id);
+        let children = |id: u32| {
+            let first = link(self.nodes[id as usize].child);
+            std::iter::successors(first, move |&id| link(self.nodes[id as usize].siblings.1))
+        };
         let mut victim = block;
-        loop {
-            let node = &self.nodes[self.node_of[victim as usize] as usize];
-            if node.block != victim || self.twins[victim as usize].1 != NONE {
+        'deeper: loop {
+            let id = self.node_of[victim as usize];
+            if self.nodes[id as usize].block != victim || self.twins[victim as usize].1 != NONE {
                 return victim; // another block holds the same content
             }
-            let link = |id: u32| (id != NONE).then_some(id);
-            let mut children = std::iter::successors(link(node.child), |&id| {
-                link(self.nodes[id as usize].siblings.1)
-            });
-            let found = children.find_map(|id| {
-                let mut holders =
-                    std::iter::successors(link(self.nodes[id as usize].block), |&b| {
-                        link(self.twins[b as usize].1)
-                    });
-                holders.find(|&holder| may(holder))
-            });
-            match found {
-                Some(behind) => victim = behind,
-                None => return victim,
+            let mut rest: Vec<u32> = children(id).collect();
+            while let Some(id) = rest.pop() {
+                let first = link(self.nodes[id as usize].block);
+                let mut holders = std::iter::successors(first, |&b| link(self.twins[b as usize].1));
+                if let Some(behind) = holders.find(|&holder| may(holder)) {
+                    victim = behind;
+                    continue 'deeper;
+                }
+                rest.extend(children(id));
             }
+            return victim;
         }
     }
 

@@ -566,13 +566,12 @@ impl Mmu {
             }
         }
         self.pool.give(&empty);
-        while let Some(&(step, block)) = shared.cooling_order.front() {
+        // Not in the order of steps: one that was prepared late may end before one that waits.
+        for (step, block) in std::mem::take(&mut shared.cooling_order) {
             if !steps.has_passed(step) {
-                break; // entered in the order of steps
-            }
-            shared.cooling_order.pop_front();
-            // Released again since, or no longer cached: another entry, or none, speaks for it.
-            if shared.cooling.get(&block) == Some(&step) {
+                shared.cooling_order.push_back((step, block));
+            } else if shared.cooling.get(&block) == Some(&step) {
+                // (Else it was released again since, or is no longer cached.)
                 self.stop_cooling(shared, block);
                 self.enter_order(shared, block);
             }
