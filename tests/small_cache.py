@@ -304,6 +304,14 @@ class SmallCache:
         found: dict[str, int] = self.cache.mmu.states()
         return found
 
+    def references(self) -> list[int]:
+        """Of each usable block."""
+        blocks = np.arange(self.num_blocks + 1, dtype=np.int64)
+        found: list[int] = self.cache.mmu.references(
+            blocks[blocks != self.cache.mmu.null_block]
+        ).tolist()
+        return found
+
     def everything(self) -> Any:
         """All that can be seen of the state."""
         mmu = self.cache.mmu
@@ -312,6 +320,6 @@ class SmallCache:
             mmu.states(),
             [(n, mmu.block_table(n).tolist(), mmu.info(n).num_scheduled) for n in ids],
             [mmu.info(n).num_tokens for n in ids],
-            mmu.references(np.arange(self.num_blocks, dtype=np.int64)).tolist(),
+            self.references(),
             mmu.num_leases(),
         )
