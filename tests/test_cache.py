@@ -768,7 +768,6 @@ def test_a_lease_of_tokens_that_are_not_there_is_refused() -> None:
     assert pool.cache.mmu.num_leases() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the core holds the block that an empty range lies in")
 def test_a_lease_of_no_tokens_holds_nothing() -> None:
     pool = SmallCache()
     handle = pool.open(8)
