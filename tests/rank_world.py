@@ -258,24 +258,26 @@ def pipe_rank(rank: int, num_blocks: int, channel_end: Any, control: Any) -> Non
         serve_both(shard, channel, control)
 
 
-def torch_rank(rank: int, size: int, port: int, num_blocks: int, control: Any) -> None:
+def torch_rank(rank: int, size: int, rendezvous: str, num_blocks: int, control: Any) -> None:
     """A rank in a process of its own, in a gloo group."""
     import torch.distributed as dist
     from kvmmu import TorchChannel
 
-    join_group(rank, size, port)
+    join_group(rank, size, rendezvous)
     shard = Shard(rank, num_blocks)
     with TorchChannel([0]) as channel:
         serve_both(shard, channel, control)
     dist.destroy_process_group()
 
 
-def torch_mmu(size: int, port: int, num_blocks: int, controls: Any, result: Any, seed: int) -> None:
+def torch_mmu(
+    size: int, rendezvous: str, num_blocks: int, controls: Any, result: Any, seed: int
+) -> None:
     """The process that decides, in a gloo group; sends what it found to ``result``."""
     import torch.distributed as dist
     from kvmmu import RankFailed, RankLost, RankTimeout, TorchChannel
 
-    join_group(0, size, port)
+    join_group(0, size, rendezvous)
     report: dict[str, Any] = {"moved": 0, "plans": 0}
     rng = random.Random(seed)
     # Shard 0 is that of this process: it has a local mover.
@@ -304,6 +306,21 @@ def torch_mmu(size: int, port: int, num_blocks: int, controls: Any, result: Any,
         world.check()
         assert ranked.run_plan(world.plan()) > 0
         world.check()
+        # A rank that is late. No other connection suffers from the wait that ended.
+        world.scatter()
+        remote[2].set_fault("hang")
+        ranked._timeout_s = 0.3
+        try:
+            ranked.run_plan(world.plan())
+        except RankTimeout as error:
+            report["late"] = (error.rank, error.ranks, type(error).__name__)
+        report["destined_late"] = world.mmu.states()["destined"]
+        ranked._timeout_s = PATIENCE
+        remote[2].resume()
+        ranked.compact()  # asks, and hears that it is done
+        assert ranked.pending is None
+        assert ranked.run_plan(world.plan()) > 0
+        world.check()
         # A rank that dies between copy and acknowledgement: its pipe for calls ends with it.
         world.scatter()
         world.mmu.validate()
@@ -328,9 +345,7 @@ def torch_mmu(size: int, port: int, num_blocks: int, controls: Any, result: Any,
     dist.destroy_process_group()
 
 
-def join_group(rank: int, size: int, port: int) -> None:
+def join_group(rank: int, size: int, rendezvous: str) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)

@@ -870,11 +870,6 @@ def test_a_chain_is_evicted_from_its_end_and_no_hit_counts_past_a_gap() -> None:
     pool.check()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a leaf that enters the order of eviction after its parent goes with it: evict(1) "
-    "drops two blocks and says 2",
-)
 def test_a_leaf_that_was_pinned_goes_before_its_parent_all_the_same() -> None:
     """Kind 35. Evicting one block drops one block: the end of the chain, not its head."""
     pool = SmallPool(8, 4)
@@ -887,6 +882,19 @@ def test_a_leaf_that_was_pinned_goes_before_its_parent_all_the_same() -> None:
     assert pool.mmu.evict(1) == 1
     assert pool.state("cached") == 1
     assert pool.match([*prompt, 0]) == 4
+
+
+def test_a_leaf_behind_a_pinned_block_goes_before_the_head_of_the_chain() -> None:
+    """Kind 35. The middle is pinned, and the leaf entered the order of eviction last."""
+    pool = SmallPool(8, 4)
+    a = pool.alloc(12)
+    prompt, (_, middle, leaf) = pool.tokens[a], pool.blocks(a)
+    pool.pin(middle, leaf)
+    pool.free(a)
+    pool.unpin(leaf)
+    assert pool.state("cached") == 2
+    assert pool.mmu.evict(1) == 1
+    assert pool.match([*prompt, 0]) == 8
 
 
 # -- F. eviction against use -----------------------------------------------------------------

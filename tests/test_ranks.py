@@ -7,10 +7,10 @@ import importlib.util
 import multiprocessing
 import pickle
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,6 +195,31 @@ def test_a_local_mover_that_raises_aborts_when_all_have_answered(
     assert all(shard.mover.applied == 1 for shard in group.shards[1:])
 
 
+def test_an_interrupt_between_copies_and_answers_loses_nothing(
+    make_group: Callable[..., Group],
+) -> None:
+    group = make_group()
+    before = group.world.mmu.states()
+    group.shards[2].set_fault("hang")
+    move = group.shards[0].mover.move
+
+    def interrupted(pairs: Any) -> None:
+        raise KeyboardInterrupt
+
+    group.shards[0].mover.move = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        group.ranked.run_plan(group.world.plan())
+    pending = group.ranked.pending
+    assert pending is not None
+    assert 2 in pending.ranks
+    group.shards[2].resume()
+    wait_until(lambda: group.ranked.poll() is None)
+    assert group.world.mmu.states() == before
+    group.shards[0].mover.move = move
+    assert group.ranked.run_plan(group.world.plan()) > 0
+    group.world.check()
+
+
 def test_destinations_stay_out_of_use_until_a_silent_rank_answers(
     make_group: Callable[..., Group],
 ) -> None:
@@ -218,6 +243,11 @@ def test_destinations_stay_out_of_use_until_a_silent_rank_answers(
     # pool to the last block first.
     with pytest.raises(RankTimeout):
         group.ranked.run_plan(plan)
+    began = time.monotonic()
+    for _ in range(10):  # asked once; a serving loop does not wait at each step
+        with pytest.raises(RankTimeout):
+            group.ranked.compact()
+    assert time.monotonic() - began < 5 * SHORT
     assert group.state("destined") == len(plan)
     group.world.open([7] * (group.state("empty") * 4))
     group.world.check()
@@ -540,28 +570,26 @@ needs_torch = pytest.mark.skipif(
 
 
 @needs_torch
-def test_one_mmu_and_four_movers_over_gloo(processes: list[Any]) -> None:
-    """From a seed: operations and plans, a rank that raises, a rank that is killed."""
+def test_one_mmu_and_four_movers_over_gloo(processes: list[Any], tmp_path: Path) -> None:
+    """From a seed: operations and plans; ranks that raise, are late, are killed."""
     size = 5
     # The server imports torch once; every process is forked from it, before it has any thread.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "kvmmu.channels", "tests.rank_world"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    meet = str(tmp_path / "rendezvous")
     pipes = [context.Pipe() for _ in range(1, size)]
     result, result_there = context.Pipe()
     for rank, (_, there) in zip(range(1, size), pipes, strict=True):
         processes.append(
             context.Process(
-                target=rank_world.torch_rank, args=(rank, size, port, NUM_BLOCKS, there)
+                target=rank_world.torch_rank, args=(rank, size, meet, NUM_BLOCKS, there)
             )
         )
     ends = [here for here, _ in pipes]
     seed = 2024
     processes.append(
         context.Process(
-            target=rank_world.torch_mmu, args=(size, port, NUM_BLOCKS, ends, result_there, seed)
+            target=rank_world.torch_mmu, args=(size, meet, NUM_BLOCKS, ends, result_there, seed)
         )
     )
     for process in processes:
@@ -574,6 +602,8 @@ def test_one_mmu_and_four_movers_over_gloo(processes: list[Any]) -> None:
     assert report["moved"] > 20
     assert report["failed"][0] == 2
     assert "a bus error" in report["failed"][1]
+    assert report["late"] == (3, (3,), "RankTimeout")
+    assert report["destined_late"] > 0
     assert report["lost"] == (4, (4,))
     assert report["destined"] > 0
     assert report["destined_after"] == 0

@@ -1,8 +1,9 @@
 """kvmmu: a memory-management unit for the KV caches of LLM serving.
 
 ``import kvmmu`` loads nothing: each name brings its module when it is first used. NumPy is all
-that the names in ``__all__`` need. ``LAYOUTS``, ``Layer``, ``Layers`` and ``attend`` are here as
-well and need torch (``kvmmu[torch]``): without it they raise ``MissingExtra``.
+that the names in ``__all__`` need. ``KVCache`` and what belongs to it (``Sequence``, ``Step``,
+``Batch``, ``LAYOUTS``, ``Layer``, ``Layers``, ``attend``) are here as well and need torch
+(``kvmmu[torch]``): without it they raise ``MissingExtra``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     # Not in __all__, which is what can be had with NumPy alone.
     from .attention import attend as attend
+    from .cache import Batch as Batch
+    from .cache import KVCache as KVCache
+    from .cache import Sequence as Sequence
+    from .cache import Step as Step
     from .layout import LAYOUTS as LAYOUTS
     from .layout import Layer as Layer
     from .layout import Layers as Layers
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
         SequenceInfo,
         __version__,
     )
-    from .attention import attend
-    from .cache import Batch, KVCache, Sequence, Step
     from .channels import PipeChannel, TorchChannel
     from .compaction import compact, run_plan
     from .errors import (
@@ -61,7 +64,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MMU",
-    "Batch",
     "BlockTables",
     "CPUMover",
     "Channel",
@@ -74,7 +76,6 @@ __all__ = [
     "InvalidMessage",
     "InvalidPlan",
     "InvalidStep",
-    "KVCache",
     "KVCacheError",
     "Lease",
     "LimitExceeded",
@@ -93,16 +94,13 @@ __all__ = [
     "RankTimeout",
     "RankedCompaction",
     "Region",
-    "Sequence",
     "SequenceInfo",
-    "Step",
     "Storage",
     "SupportsMove",
     "TorchChannel",
     "UnknownSequence",
     "UsedAfterFork",
     "__version__",
-    "attend",
     "block_runs",
     "byte_ranges",
     "compact",
@@ -112,12 +110,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Batch": "cache",
-    "KVCache": "cache",
     "Lease": "leases",
-    "Sequence": "cache",
-    "Step": "cache",
-    "attend": "attention",
     "BlockTables": "_core",
     "CPUMover": "movers",
     "Channel": "ranks",
@@ -146,9 +139,13 @@ _HOME = {
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 
 _TORCH = {
+    "Batch": "cache",
+    "KVCache": "cache",
     "LAYOUTS": "layout",
     "Layer": "layout",
     "Layers": "layout",
+    "Sequence": "cache",
+    "Step": "cache",
     "attend": "attention",
 }
 """The same for names that need torch."""

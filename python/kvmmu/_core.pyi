@@ -190,7 +190,8 @@ class MMU:
         """All that the step scheduled has been written: publishes the blocks that are now full."""
     def cancel(self, step: int) -> None:
         """Takes back what the step scheduled: lengths as before ``prepare`` (tokens appended by it
-        are dropped), nothing published. Steps that overlap in a sequence are cancelled newest first."""
+        are dropped), nothing published. Steps that overlap in a sequence are cancelled newest first;
+        InvalidStep too when tokens were appended behind those that the step appended."""
     def end_step(self, step: int) -> None:
         """The step has finished on the device. Must have been ``written`` or ``cancel``-led if it
         scheduled anything. Empties blocks that were fenced for it."""
@@ -245,7 +246,8 @@ class MMU:
     # -- compaction ------------------------------------------------------------------------
     def plan_free_run(self, num_blocks: int, *, max_blocks: int | None = None) -> Plan:
         """A plan towards one run of so many available blocks, by the fewest moves.
-        OutOfBlocks when fewer are available; ``plan.complete`` says whether it gets there within
+        OutOfBlocks when fewer are available (fenced blocks are not; a run may be planned over
+        them, and is complete once they are empty); ``plan.complete`` says whether it gets there within
         ``max_blocks`` moves (None: no limit)."""
     def plan_below(self, ratio: float, *, max_blocks: int | None = None) -> Plan:
         """A plan towards a fragmentation ratio (over available blocks) below ``ratio``."""

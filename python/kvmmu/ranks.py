@@ -240,8 +240,11 @@ class RankedCompaction:
 
     def compact(self) -> int:
         """One pass of compaction, if the memory needs it; as :meth:`run_plan` otherwise."""
-        plan = self._mmu.plan_compaction()
-        return 0 if plan is None else self.run_plan(plan)
+        with self._lock:
+            # First: blocks of pending moves would spoil the plan.
+            self._clear(time.monotonic() + self._timeout_s)
+            plan = self._mmu.plan_compaction()
+            return 0 if plan is None else self.run_plan(plan)
 
     def run_plan(self, plan: Plan) -> int:
         """Carries out a plan on all ranks.
@@ -251,8 +254,9 @@ class RankedCompaction:
 
         Raises:
             RankFailed: a rank could not copy.
-            RankTimeout: a rank has not answered, to this plan or to the one before (then nothing
-                was begun). RankLost: its connection is gone.
+            RankTimeout: a rank has not answered, to this plan or to the one before. In the latter
+                case nothing was begun; the rank was asked and waited for once more, and from then
+                on the error comes at once. RankLost: its connection is gone.
             InvalidPlan: from ``begin``.
             whatever the local mover raises, when all ranks have answered.
             In each case every sequence has the blocks it had before.
@@ -314,15 +318,19 @@ class RankedCompaction:
     # -- one pass --------------------------------------------------------------------------------
 
     def _clear(self, deadline: float) -> None:
-        """Waits for what is owed from before; raises RankTimeout when it stays owed."""
+        """Raises RankTimeout when an answer is owed from before. The first call asks and waits for
+        it, later ones only look: a serving loop must not wait at every step."""
         self.poll()
         pending = self._pending
         if pending is not None:
-            for rank in sorted(pending.owing - self._lost):
-                if not pending.queries.get(rank):
-                    self._query(pending, rank)
-            self._await(pending, deadline)
-            self._abort_if_answered()
+            unasked = [
+                rank for rank in sorted(pending.owing - self._lost) if rank not in pending.queries
+            ]
+            for rank in unasked:
+                self._query(pending, rank)
+            if unasked:
+                self._await(pending, deadline)
+                self._abort_if_answered()
             if self._pending is not None:
                 self._raise_for(pending)
         if gone := self._lost.intersection(self._ranks):

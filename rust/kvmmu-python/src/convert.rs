@@ -110,8 +110,7 @@ pub struct Array<'py, T: Element>(PyReadonlyArray1<'py, T>);
 impl<T: Element> Array<'_, T> {
     /// Its elements.
     pub fn slice(&self) -> &[T] {
-        // Contiguity was checked when it was borrowed.
-        self.0.as_slice().unwrap_or(&[])
+        self.0.as_slice().expect("checked when it was borrowed")
     }
 }
 
@@ -119,11 +118,12 @@ impl<T: Element> Array<'_, T> {
 pub fn array<'py, T: Element>(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Array<'py, T>> {
     let borrowed = (value.cast::<PyArray1<T>>().ok())
         .filter(|array| array.is_c_contiguous())
-        .and_then(|array| array.try_readonly().ok());
+        .and_then(|array| array.try_readonly().ok())
+        .filter(|array| array.as_slice().is_ok());
     borrowed.map(Array).ok_or_else(|| {
         let py = value.py();
         let allowed = format!(
-            "an array of {}, one dimension, C-contiguous",
+            "an array of {}, one dimension, C-contiguous, aligned",
             T::get_dtype(py).typeobj()
         );
         refuse(py, name, describe(value), &allowed)

@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvmmu::{Config, Mmu, Placement};
 use numpy::{IntoPyArray, PyArray1, PyArray2};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
 use crate::convert::{array, count, integer, keys, optional, ratio, word};
 use crate::errors::{core_error, error};
 use crate::tables::BlockTables;
-use crate::values::{Measure, Moves, Plan, Quote, SequenceInfo, internal, pairs};
+use crate::values::{self, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -70,12 +71,20 @@ impl MMU {
         self.guarded(call).map_err(|text| internal(py, text))
     }
 
+    /// What came of a guarded call.
+    fn outcome<T>(&self, py: Python<'_>, result: Result<kvmmu::Result<T>, String>) -> PyResult<T> {
+        result
+            .map_err(|text| internal(py, text))?
+            .map_err(|failed| core_error(py, failed))
+    }
+
     /// A short call.
     fn call<T>(&self, py: Python<'_>, call: impl FnOnce(&Mmu) -> kvmmu::Result<T>) -> PyResult<T> {
         self.get(py, call)?.map_err(|failed| core_error(py, failed))
     }
 
-    /// A call that may take more than a few microseconds: other Python threads run meanwhile.
+    /// A call that may take more than a few microseconds and reads no memory of the caller's: other
+    /// Python threads run meanwhile.
     fn long<T: Send>(
         &self,
         py: Python<'_>,
@@ -162,7 +171,9 @@ impl MMU {
         if let Some(value) = compaction_stop {
             config.compaction_stop = ratio(value, "compaction_stop")?;
         }
-        let core = Mmu::new(config).map_err(|failed| core_error(py, failed))?;
+        let core = catch_unwind(|| Mmu::new(config))
+            .map_err(|panic| internal(py, panic_text(&*panic)))?
+            .map_err(|failed| core_error(py, failed))?;
         Ok(Self {
             core,
             poisoned: AtomicBool::new(false),
@@ -203,7 +214,7 @@ impl MMU {
     ) -> PyResult<i64> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        self.long(py, |core| core.open(tokens, keys))
+        self.call(py, |core| core.open(tokens, keys))
     }
 
     fn append<'py>(
@@ -214,7 +225,7 @@ impl MMU {
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let copies = self.call(py, |core| core.append(sequence, tokens.slice()))?;
-        Ok(pairs(py, &copies, |block| block as i32))
+        Ok(values::copies(py, &copies))
     }
 
     fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
@@ -269,7 +280,7 @@ impl MMU {
     ) -> PyResult<u32> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        self.long(py, |core| Ok(core.matched_tokens(tokens, &keys)))
+        self.get(py, |core| core.matched_tokens(tokens, &keys))
     }
 
     #[pyo3(signature = (tokens, *, salt=None, extra_keys=None))]
@@ -282,8 +293,7 @@ impl MMU {
     ) -> PyResult<Quote> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        self.long(py, |core| Ok(core.quote(tokens, &keys)))
-            .map(Quote)
+        self.get(py, |core| core.quote(tokens, &keys)).map(Quote)
     }
 
     // -- steps -------------------------------------------------------------------------------
@@ -307,10 +317,12 @@ impl MMU {
         let new = optional::<i32>(new_tokens, "new_tokens")?;
         let (ids, lens) = (ids.slice(), lens.as_ref().map(|lens| lens.slice()));
         let new = new.as_ref().map(|new| new.slice());
+        self.check_process(py)?;
         let copies = tables.with(py, |rows, buffers| {
-            self.call(py, |core| core.prepare(step, ids, lens, new, rows, buffers))
-        })??;
-        Ok(pairs(py, &copies, |block| block as i32))
+            self.guarded(|core| core.prepare(step, ids, lens, new, rows, buffers))
+        })?;
+        let copies = self.outcome(py, copies)?;
+        Ok(values::copies(py, &copies))
     }
 
     fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
@@ -349,9 +361,11 @@ impl MMU {
 
     fn export(&self, py: Python<'_>, sequences: Any<'_, '_>, tables: &BlockTables) -> PyResult<()> {
         let ids = array::<i64>(sequences, "sequences")?;
-        tables.with(py, |rows, buffers| {
-            self.call(py, |core| core.export(ids.slice(), rows, buffers))
-        })?
+        self.check_process(py)?;
+        let done = tables.with(py, |rows, buffers| {
+            self.guarded(|core| core.export(ids.slice(), rows, buffers))
+        })?;
+        self.outcome(py, done)
     }
 
     // -- blocks ------------------------------------------------------------------------------
@@ -406,13 +420,13 @@ impl MMU {
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let states = self.get(py, Mmu::states)?;
         let dict = PyDict::new(py);
-        dict.set_item("empty", states.empty)?;
-        dict.set_item("destined", states.destined)?;
-        dict.set_item("in_use", states.in_use)?;
-        dict.set_item("cached", states.cached)?;
-        dict.set_item("fenced", states.fenced)?;
-        dict.set_item("offline", states.offline)?;
-        dict.set_item("available", states.available)?;
+        dict.set_item(intern!(py, "empty"), states.empty)?;
+        dict.set_item(intern!(py, "destined"), states.destined)?;
+        dict.set_item(intern!(py, "in_use"), states.in_use)?;
+        dict.set_item(intern!(py, "cached"), states.cached)?;
+        dict.set_item(intern!(py, "fenced"), states.fenced)?;
+        dict.set_item(intern!(py, "offline"), states.offline)?;
+        dict.set_item(intern!(py, "available"), states.available)?;
         Ok(dict)
     }
 
@@ -474,12 +488,18 @@ impl MMU {
 
     #[pyo3(signature = (tables=None))]
     fn validate(&self, py: Python<'_>, tables: Option<&BlockTables>) -> PyResult<()> {
+        self.check_process(py)?;
         let checked = match tables {
-            None => self.get(py, |core| core.validate(None))?,
-            Some(tables) => tables.with(py, |rows, buffers| {
-                self.get(py, |core| core.validate(Some((rows, buffers))))
-            })??,
+            None => self.guarded(|core| core.validate(None)),
+            Some(tables) => {
+                let fits = tables.with(py, |rows, buffers| rows.check(&self.core, 0, buffers))?;
+                fits.map_err(|failed| core_error(py, failed))?;
+                tables.with(py, |rows, buffers| {
+                    self.guarded(|core| core.validate(Some((rows, buffers))))
+                })?
+            }
         };
+        let checked = checked.map_err(|text| internal(py, text))?;
         checked.map_err(|broken| internal(py, broken.to_string()))
     }
 

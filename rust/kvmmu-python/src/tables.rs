@@ -1,6 +1,7 @@
 //! Registered output buffers.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvmmu::{RowBuffers, Rows};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods};
@@ -17,6 +18,14 @@ pub struct BlockTables {
     slot_mapping: Py<PyArray1<i64>>,
     query_start_loc: Py<PyArray1<i32>>,
     rows: Mutex<Rows>,
+    num_rows: AtomicUsize,
+    num_tokens: AtomicUsize,
+}
+
+/// Why the tables cannot be lent.
+enum Busy {
+    Rows,
+    Arrays,
 }
 
 fn checked<'py, A>(value: &Bound<'py, PyAny>, name: &str, wanted: &str) -> PyResult<Bound<'py, A>>
@@ -76,40 +85,54 @@ impl BlockTables {
             slot_mapping: slots.unbind(),
             query_start_loc: starts.unbind(),
             rows: Mutex::new(rows),
+            num_rows: AtomicUsize::new(0),
+            num_tokens: AtomicUsize::new(0),
         };
         tables.with(py, |rows, buffers| rows.clear(buffers))?;
         Ok(tables)
     }
 
-    /// Lends rows and buffers to one call.
+    /// Lends rows and buffers to one call, which must not run Python: its locks are held meanwhile.
     pub fn with<T>(
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut Rows, &mut RowBuffers<'_>) -> T,
     ) -> PyResult<T> {
-        let busy = || {
-            let message = "these tables are in use by another call, overlap each other, or are \
-                           not writable";
-            error(py, "ConcurrentUse", message.into(), &[])
-        };
-        let mut rows = self.rows.try_lock().map_err(|_| busy())?;
-        let mut table = (self.block_table.bind(py).try_readwrite()).map_err(|_| busy())?;
-        let mut lens = (self.seq_lens.bind(py).try_readwrite()).map_err(|_| busy())?;
-        let mut slots = (self.slot_mapping.bind(py).try_readwrite()).map_err(|_| busy())?;
-        let mut starts = (self.query_start_loc.bind(py).try_readwrite()).map_err(|_| busy())?;
-        let mut buffers = RowBuffers {
-            block_table: table.as_slice_mut()?,
-            seq_lens: lens.as_slice_mut()?,
-            slot_mapping: slots.as_slice_mut()?,
-            query_start_loc: starts.as_slice_mut()?,
-        };
-        Ok(call(&mut rows, &mut buffers))
+        self.lend(py, call).map_err(|busy| {
+            let (class, message) = match busy {
+                Busy::Rows => ("ConcurrentUse", "these tables are in use by another call"),
+                Busy::Arrays => (
+                    "InvalidConfig",
+                    "an array of these tables is given as an argument too, overlaps another, is not \
+                     writable or is not aligned",
+                ),
+            };
+            error(py, class, message.into(), &[])
+        })
     }
 
-    fn rows(&self) -> std::sync::MutexGuard<'_, Rows> {
-        self.rows
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn lend<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Rows, &mut RowBuffers<'_>) -> T,
+    ) -> Result<T, Busy> {
+        let mut rows = self.rows.try_lock().map_err(|_| Busy::Rows)?;
+        let mut table = (self.block_table.bind(py).try_readwrite()).map_err(|_| Busy::Arrays)?;
+        let mut lens = (self.seq_lens.bind(py).try_readwrite()).map_err(|_| Busy::Arrays)?;
+        let mut slots = (self.slot_mapping.bind(py).try_readwrite()).map_err(|_| Busy::Arrays)?;
+        let mut starts =
+            (self.query_start_loc.bind(py).try_readwrite()).map_err(|_| Busy::Arrays)?;
+        let mut buffers = RowBuffers {
+            block_table: table.as_slice_mut().map_err(|_| Busy::Arrays)?,
+            seq_lens: lens.as_slice_mut().map_err(|_| Busy::Arrays)?,
+            slot_mapping: slots.as_slice_mut().map_err(|_| Busy::Arrays)?,
+            query_start_loc: starts.as_slice_mut().map_err(|_| Busy::Arrays)?,
+        };
+        let result = call(&mut rows, &mut buffers);
+        // Relaxed: two numbers to look at; the arrays are handed over by the caller's own order.
+        self.num_rows.store(rows.num_rows(), Ordering::Relaxed);
+        self.num_tokens.store(rows.num_tokens(), Ordering::Relaxed);
+        Ok(result)
     }
 }
 
@@ -148,21 +171,19 @@ impl BlockTables {
         let mut indptr = writable(&indptr)?;
         let mut indices = writable(&indices)?;
         let mut last = writable(&last)?;
-        let written = self.with(py, |rows, buffers| {
-            let (indptr, indices) = (indptr.as_slice_mut()?, indices.as_slice_mut()?);
-            let last = last.as_slice_mut()?;
-            rows.csr(buffers, indptr, indices, last)
-                .map_err(|failed| crate::errors::core_error(py, failed))
-        })??;
+        let (indptr, indices) = (indptr.as_slice_mut()?, indices.as_slice_mut()?);
+        let last = last.as_slice_mut()?;
+        let written = self.with(py, |rows, buffers| rows.csr(buffers, indptr, indices, last))?;
+        let written = written.map_err(|failed| crate::errors::core_error(py, failed))?;
         Ok(written)
     }
 
     #[getter]
     fn num_rows(&self) -> usize {
-        self.rows().num_rows()
+        self.num_rows.load(Ordering::Relaxed)
     }
     #[getter]
     fn num_tokens(&self) -> usize {
-        self.rows().num_tokens()
+        self.num_tokens.load(Ordering::Relaxed)
     }
 }

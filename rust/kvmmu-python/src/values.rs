@@ -3,6 +3,7 @@
 use kvmmu::compact::measure::Runs;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 use crate::errors::{core_error, error};
 
@@ -20,6 +21,18 @@ pub fn pairs<'py, T: numpy::Element>(
         .collect();
     let array = numpy::ndarray::Array2::from_shape_vec((pairs.len(), 2), flat);
     array.expect("two numbers a pair").into_pyarray(py)
+}
+
+/// Copies to carry out, int32 [c, 2]. Nearly always there are none: that array is made once, and
+/// holds nothing that anybody could change.
+pub fn copies<'py>(py: Python<'py>, found: &[[u32; 2]]) -> Bound<'py, PyArray2<i32>> {
+    static NONE: PyOnceLock<Py<PyArray2<i32>>> = PyOnceLock::new();
+    let make = |found: &[[u32; 2]]| pairs(py, found, |block| block as i32);
+    if found.is_empty() {
+        let none = NONE.get_or_init(py, || make(&[]).unbind());
+        return none.bind(py).clone();
+    }
+    make(found)
 }
 
 /// Numbers about one sequence.

@@ -6,17 +6,42 @@
 //! Locks are taken in this order, never the other way: gate, sequences, shared, steps. A lock is
 //! never held while bytes of KV are copied.
 
+use crate::error::{Error, Result};
+
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.
-pub(crate) fn zeroed_u64(n: usize) -> Box<[AtomicU64]> {
-    bytemuck::allocation::zeroed_slice_box(n)
+pub(crate) fn zeroed_u64(n: usize) -> Result<Box<[AtomicU64]>> {
+    bytemuck::allocation::try_zeroed_slice_box(n).map_err(|()| no_memory(n, 8))
 }
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.
-pub(crate) fn zeroed_u32(n: usize) -> Box<[AtomicU32]> {
-    bytemuck::allocation::zeroed_slice_box(n)
+pub(crate) fn zeroed_u32(n: usize) -> Result<Box<[AtomicU32]>> {
+    bytemuck::allocation::try_zeroed_slice_box(n).map_err(|()| no_memory(n, 4))
+}
+
+/// `n` copies of a value.
+pub(crate) fn filled<T: Clone>(value: T, n: usize) -> Result<Box<[T]>> {
+    let mut out = reserved(n)?;
+    out.resize(n, value);
+    Ok(out.into())
+}
+
+/// An empty vector with room for `n`.
+pub(crate) fn reserved<T>(n: usize) -> Result<Vec<T>> {
+    let mut out = Vec::new();
+    let room = out.try_reserve_exact(n);
+    room.map_err(|_| no_memory(n, size_of::<T>()))?;
+    Ok(out)
+}
+
+/// The error for memory that is not to be had.
+pub(crate) fn no_memory(n: usize, bytes: usize) -> Error {
+    let total = n.saturating_mul(bytes);
+    Error::InvalidConfig(format!(
+        "num_blocks, block_size, max_sequences, table_nodes: {total} bytes of memory are not to be had"
+    ))
 }
 
 /// Locks, and panics when an earlier panic left the data half changed: whoever embeds the core

@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::pool::{State, States, Word};
 use crate::sequence::{RowBuffers, Rows};
-use crate::state::{Mmu, NONE, Shared, Vbn, parse};
+use crate::state::{Mmu, NONE, Shared, Vbn, id, parse};
 use crate::sync::lock;
 
 /// An invariant that does not hold: a fault of the core.
@@ -38,7 +38,10 @@ impl Mmu {
         self.check_order(&shared)?;
         self.check_moves(&shared)?;
         self.check_leases(&shared)?;
+        self.check_steps(&shared)?;
         if let Some((rows, buffers)) = rows {
+            let fits = rows.check(self, 0, buffers);
+            fits.map_err(|error| Broken(error.to_string()))?;
             self.check_rows(rows, buffers)?;
         }
         Ok(())
@@ -48,9 +51,7 @@ impl Mmu {
     fn check_sequences(&self) -> std::result::Result<HashMap<u32, Vec<Vbn>>, Broken> {
         let mut mappings: HashMap<u32, Vec<Vbn>> = HashMap::new();
         let mut nodes = 1;
-        let mut uppers = std::collections::HashSet::new();
         for (slot, cell) in self.used_slots() {
-            uppers.insert(slot / 512);
             let seq = lock(cell);
             ensure!(
                 seq.open == self.table.space(slot).is_some(),
@@ -113,7 +114,7 @@ impl Mmu {
                 seq.runs
             );
         }
-        nodes += uppers.len() as u32;
+        nodes += self.table.upper_nodes();
         let in_use = self.table.nodes_in_use();
         ensure!(
             nodes == in_use,
@@ -285,6 +286,47 @@ impl Mmu {
         Ok(())
     }
 
+    /// What sequences have scheduled and not written, steps in flight answer for.
+    fn check_steps(&self, shared: &Shared) -> Check {
+        let steps = self.steps();
+        let mut entries: HashMap<i64, Vec<(u32, u32)>> = HashMap::new();
+        for entry in steps.entries() {
+            let of = entries.entry(id(entry.generation, entry.slot)).or_default();
+            of.push((entry.from, entry.to));
+        }
+        for (slot, cell) in self.used_slots() {
+            let seq = lock(cell);
+            if !seq.open {
+                continue;
+            }
+            let mut reached = seq.written;
+            let mut of = entries
+                .remove(&id(seq.generation, slot))
+                .unwrap_or_default();
+            of.sort_unstable();
+            for (from, to) in of {
+                ensure!(
+                    from <= reached && to <= seq.scheduled,
+                    "slot {slot}: a step has scheduled {from} to {to}, the sequence {reached} to {}",
+                    seq.scheduled
+                );
+                reached = reached.max(to);
+            }
+            ensure!(
+                reached == seq.scheduled,
+                "slot {slot}: nobody settles the tokens {reached} to {}",
+                seq.scheduled
+            );
+        }
+        for (block, step) in shared.waiting_for() {
+            ensure!(
+                !steps.has_passed(step),
+                "block {block} still waits for step {step}, which has ended"
+            );
+        }
+        Ok(())
+    }
+
     fn check_leases(&self, shared: &Shared) -> Check {
         let mut leased: HashMap<u32, u32> = HashMap::new();
         for &block in shared.leases.values().flatten() {
@@ -308,8 +350,13 @@ impl Mmu {
     fn check_rows(&self, rows: &Rows, buffers: &RowBuffers<'_>) -> Check {
         let (width, null) = rows.layout();
         let mut holding: HashMap<usize, usize> = HashMap::new();
-        for (row, id, version, blocks) in rows.held() {
+        for (row, id, version, blocks, tokens) in rows.held() {
             holding.insert(row, blocks as usize);
+            let length = buffers.seq_lens[row];
+            ensure!(
+                length == tokens,
+                "row {row} was given the length {tokens}, it says {length}"
+            );
             let Some((generation, slot)) = parse(id) else {
                 continue;
             };
@@ -327,6 +374,12 @@ impl Mmu {
                 );
             }
         }
+        let padding = buffers.slot_mapping[rows.num_tokens()..].iter();
+        ensure!(
+            padding.clone().all(|&slot| slot == rows.padding()),
+            "a slot behind the {} tokens of the step is not in the null block",
+            rows.num_tokens()
+        );
         for (row, entries) in buffers.block_table.chunks(width).enumerate() {
             let used = holding.get(&row).copied().unwrap_or(0);
             let stale = entries[used..]

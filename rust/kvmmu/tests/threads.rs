@@ -220,3 +220,79 @@ fn eight_threads_read_their_own_bytes_while_moves_run() {
     println!("{moved} blocks moved");
     assert!(moved > 0);
 }
+
+/// An append that is always refused takes nothing away for a moment that others would miss.
+#[test]
+fn a_refused_claim_makes_no_other_claim_fail() {
+    let mmu = Mmu::new(Config::new(64, 1)).unwrap();
+    let id = mmu.open(&[1; 15], Keys::default()).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..300_000 {
+                mmu.append(id, &[7; 55]).unwrap_err();
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let id = mmu.open(&[1], Keys::default()).unwrap();
+                mmu.close(id).unwrap();
+            }
+        });
+    });
+    mmu.validate(None).unwrap();
+}
+
+/// What is prepared in a step while another thread settles it is settled now or later, never lost.
+#[test]
+fn settling_a_step_loses_nothing_that_is_prepared_meanwhile() {
+    let mmu = Mmu::new(Config::new(256, 4)).unwrap();
+    let mut tables = [(); 2].map(|()| {
+        let rows = Rows::new(&mmu, 1, 16, 64).unwrap();
+        let buffers = rows.buffers();
+        (rows, buffers)
+    });
+    let [first, second] = &mut tables;
+    for round in 0..3000 {
+        let [a, b] = [3, 30].map(|n| mmu.open(&vec![round; n], Keys::default()).unwrap());
+        let step = mmu.begin_step();
+        mmu.prepare(
+            step,
+            &[a],
+            Some(&[3]),
+            None,
+            &mut first.0,
+            &mut first.1.borrow(),
+        )
+        .unwrap();
+        let go = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                go.wait();
+                mmu.written(step).unwrap();
+            });
+            scope.spawn(|| {
+                go.wait();
+                mmu.prepare(
+                    step,
+                    &[b],
+                    Some(&[30]),
+                    None,
+                    &mut second.0,
+                    &mut second.1.borrow(),
+                )
+                .unwrap();
+            });
+        });
+        mmu.validate(None).unwrap();
+        mmu.written(step).unwrap();
+        for id in [a, b] {
+            let info = mmu.info(id).unwrap();
+            assert_eq!(info.num_written, info.num_scheduled);
+            mmu.close(id).unwrap();
+        }
+        mmu.end_step(step).unwrap();
+        mmu.evict(u32::MAX);
+    }
+}

@@ -1,8 +1,8 @@
 //! Moves that have begun, as a value that travels: to a thread, or as bytes to another process.
 //!
 //! ```text
-//!  bytes   8  magic and format version   8  epoch   8  count   8 x count  source, destination
-//!          8  XXH3-64 of all before      (all little-endian)
+//!  bytes   8  magic and format version   8  manager   8  epoch   8  count
+//!          8 x count  source, destination   8  XXH3-64 of all before      (all little-endian)
 //! ```
 
 use crate::error::{Error, Result};
@@ -13,6 +13,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"kvmmu-m1");
 /// it, so they may be copied in any order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Moves {
+    /// Which manager of its process began them.
+    pub(super) uid: u64,
     pub(super) epoch: u64,
     pub(super) pairs: Vec<[u32; 2]>,
 }
@@ -30,8 +32,8 @@ impl Moves {
 
     /// The moves as bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(32 + 8 * self.pairs.len());
-        for word in [MAGIC, self.epoch, self.pairs.len() as u64] {
+        let mut out = Vec::with_capacity(40 + 8 * self.pairs.len());
+        for word in [MAGIC, self.uid, self.epoch, self.pairs.len() as u64] {
             out.extend(word.to_le_bytes());
         }
         out.extend(
@@ -51,7 +53,7 @@ impl Moves {
         let word = |at: usize| -> Option<u64> {
             Some(u64::from_le_bytes(data.get(at..at + 8)?.try_into().ok()?))
         };
-        if data.len() < 32 || !data.len().is_multiple_of(8) {
+        if data.len() < 40 || !data.len().is_multiple_of(8) {
             return Err(bad(format!("{} bytes", data.len())));
         }
         let end = data.len() - 8;
@@ -61,17 +63,19 @@ impl Moves {
         if word(end) != Some(xxhash_rust::xxh3::xxh3_64(&data[..end])) {
             return Err(bad("the checksum differs".into()));
         }
-        let (epoch, count) = (word(8).unwrap_or(0), word(16).unwrap_or(0));
-        if count != (data.len() as u64 - 32) / 8 {
+        let field = |at| word(at).unwrap_or(0);
+        let (uid, epoch, count) = (field(8), field(16), field(24));
+        if count != (data.len() as u64 - 40) / 8 {
             return Err(bad(format!("{count} moves in {} bytes", data.len())));
         }
         let block = |pair: &[u8], at: usize| {
             u32::from_le_bytes([pair[at], pair[at + 1], pair[at + 2], pair[at + 3]])
         };
-        let pairs = data[24..end]
+        let pairs = data[32..end]
             .chunks_exact(8)
             .map(|pair| [block(pair, 0), block(pair, 4)]);
         Ok(Self {
+            uid,
             epoch,
             pairs: pairs.collect(),
         })
@@ -85,6 +89,7 @@ mod tests {
     #[test]
     fn every_flipped_or_missing_byte_is_noticed() {
         let moves = Moves {
+            uid: 3,
             epoch: 7,
             pairs: vec![[1, 2], [u32::MAX - 1, 9]],
         };

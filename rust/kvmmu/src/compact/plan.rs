@@ -38,7 +38,7 @@ use super::measure::{self, WINDOW, longest};
 const WORD: u32 = u64::BITS;
 const WINDOW_WORDS: usize = (WINDOW / WORD) as usize;
 
-/// A picture of the pool: for each block at most one bit among the three sets.
+/// A picture of the pool: for each block at most one bit among the four sets.
 ///
 /// Block `b` is bit `b % 64` of word `b / 64`; each slice holds at least `num_blocks` bits, and bits from
 /// `num_blocks` on are ignored. A block with no bit is stuck: pinned, leased, destined, fenced,
@@ -53,6 +53,9 @@ pub struct Snapshot<'a> {
     pub cached: &'a [u64],
     /// Blocks in use that may move.
     pub movable: &'a [u64],
+    /// Blocks that will be empty soon (fenced). A run may be planned over them, but they are neither
+    /// available yet nor a destination.
+    pub soon: &'a [u64],
 }
 
 /// One pass: moves, and what the pool looks like once they are done.
@@ -112,7 +115,7 @@ pub fn free_run(
     lru: &mut dyn Iterator<Item = u32>,
 ) -> Result<Planned, Impossible> {
     let pool = Pool::new(s);
-    let available = count(&pool.available, 0..s.num_blocks);
+    let available = count(&pool.now, 0..s.num_blocks);
     if available < n {
         return Err(Impossible::TooFewAvailable { need: n, available });
     }
@@ -137,7 +140,7 @@ pub fn below(
     lru: &mut dyn Iterator<Item = u32>,
 ) -> Planned {
     let pool = Pool::new(s);
-    let now = longest(&pool.available, s.num_blocks);
+    let now = longest(&pool.now, s.num_blocks);
     let wanted = if ratio.is_nan() {
         now.largest
     } else {
@@ -183,6 +186,8 @@ fn shortest_below(wanted: f64, available: u32) -> u32 {
 struct Pool<'a> {
     snapshot: &'a Snapshot<'a>,
     /// Empty and cached blocks.
+    now: Vec<u64>,
+    /// These and the ones that will be empty soon: what needs no move.
     available: Vec<u64>,
     /// Blocks that may lie in a run aimed at: all but the stuck ones.
     settled: Vec<u64>,
@@ -193,19 +198,22 @@ impl<'a> Pool<'a> {
         let words = s.num_blocks.div_ceil(WORD) as usize;
         let (empty, cached) = (&s.empty[..words], &s.cached[..words]);
         let movable = &s.movable[..words];
-        let mut available: Vec<u64> = empty.iter().zip(cached).map(|(e, c)| e | c).collect();
+        let soon = &s.soon[..words];
+        let mut now: Vec<u64> = empty.iter().zip(cached).map(|(e, c)| e | c).collect();
+        let mut available: Vec<u64> = now.iter().zip(soon).map(|(a, s)| a | s).collect();
         let mut settled: Vec<u64> = available.iter().zip(movable).map(|(a, m)| a | m).collect();
         debug_assert!(
             (0..words).all(|i| empty[i] & cached[i] | available[i] & movable[i] == 0),
             "a block is in one state"
         );
-        if let (Some(available), Some(settled)) = (available.last_mut(), settled.last_mut()) {
-            let last = mask(words - 1, &(0..s.num_blocks));
-            *available &= last;
-            *settled &= last;
+        for bits in [&mut now, &mut available, &mut settled] {
+            if let Some(last) = bits.last_mut() {
+                *last &= mask(words - 1, &(0..s.num_blocks));
+            }
         }
         Pool {
             snapshot: s,
+            now,
             available,
             settled,
         }
@@ -333,7 +341,7 @@ fn evacuate(
     let destinations = destinations(&pool, &run, live.min(max_moves) as usize, lru);
     let sources = outward(&pool.available, &run, destinations.len());
 
-    let mut after = pool.available;
+    let mut after = pool.now;
     // Sources in order of address take destinations in the order these were found, so that runs stay
     // whole. The upper ones ascend as they are, the lower ones descend.
     let below = sources.iter().filter(|source| source.lower).count();
@@ -573,6 +581,7 @@ mod tests {
         empty: Vec<u64>,
         cached: Vec<u64>,
         movable: Vec<u64>,
+        soon: Vec<u64>,
     }
 
     impl Model {
@@ -589,11 +598,13 @@ mod tests {
                 words
             };
             let (empty, cached, movable) = (words(Empty), words(Cached), words(Movable));
+            let soon = vec![0; empty.len()];
             Model {
                 states,
                 empty,
                 cached,
                 movable,
+                soon,
             }
         }
 
@@ -603,6 +614,7 @@ mod tests {
                 empty: &self.empty,
                 cached: &self.cached,
                 movable: &self.movable,
+                soon: &self.soon,
             }
         }
 
@@ -800,6 +812,30 @@ mod tests {
                 .flat_map(|(state, len)| vec![state; len])
                 .collect()
         })
+    }
+
+    #[test]
+    fn a_run_may_lie_over_blocks_that_are_empty_soon_but_does_not_count_them() {
+        // Blocks 0..3 are fenced, 3 and 5 live, 4 empty, 6..8 empty.
+        let snapshot = Snapshot {
+            num_blocks: 8,
+            empty: &[0b1101_0000],
+            cached: &[0],
+            movable: &[0b0010_1000],
+            soon: &[0b0000_0111],
+        };
+        let plan = below(&snapshot, 0.3, 9, &mut std::iter::empty());
+        assert_eq!((plan.start, plan.len), (0, 3));
+        assert_eq!((plan.pairs.len(), plan.predicted_run), (0, 2));
+        assert!(plan.predicted_ratio > 0.3, "not reached yet");
+        let plan = free_run(&snapshot, 4, 9, &mut std::iter::empty());
+        assert_eq!(
+            plan,
+            Err(Impossible::TooFewAvailable {
+                need: 4,
+                available: 3
+            })
+        );
     }
 
     proptest! {

@@ -1,5 +1,7 @@
 //! Reads the state for measuring and planning, and decides when to plan by itself.
 
+use std::collections::HashSet;
+
 use super::{measure, plan};
 use crate::error::{Error, Result};
 use crate::state::Mmu;
@@ -54,6 +56,8 @@ pub enum Goal {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     pub(super) uid: u64,
+    /// Destinations that were cached when it was made; the others were empty.
+    pub(super) evicts: HashSet<u32>,
     /// What it is for.
     pub goal: Goal,
     /// (source, destination) of every move.
@@ -96,9 +100,12 @@ impl Mmu {
     /// A plan towards one run of `n` available blocks by the fewest moves, at most `max_moves` now.
     pub fn plan_free_run(&self, n: u32, max_moves: u32) -> Result<Plan> {
         let num_blocks = u64::from(self.config.num_blocks);
-        let found = self.survey(|snapshot, lru| plan::free_run(snapshot, n, max_moves, lru));
+        let (found, cached) =
+            self.survey(|snapshot, lru| plan::free_run(snapshot, n, max_moves, lru));
         match found {
-            Ok(planned) => Ok(self.plan(Goal::FreeRun(n), planned, |p| p.predicted_run >= n)),
+            Ok(planned) => {
+                Ok(self.plan(Goal::FreeRun(n), planned, &cached, |p| p.predicted_run >= n))
+            }
             Err(plan::Impossible::TooFewAvailable { need, available }) => Err(Error::OutOfBlocks {
                 needed: u64::from(need),
                 available: u64::from(available),
@@ -120,8 +127,11 @@ impl Mmu {
                 "ratio = {ratio}: allowed is 0 to 1"
             )));
         }
-        let planned = self.survey(|snapshot, lru| plan::below(snapshot, ratio, max_moves, lru));
-        Ok(self.plan(Goal::Below(ratio), planned, |p| p.predicted_ratio < ratio))
+        let (planned, cached) =
+            self.survey(|snapshot, lru| plan::below(snapshot, ratio, max_moves, lru));
+        Ok(self.plan(Goal::Below(ratio), planned, &cached, |p| {
+            p.predicted_ratio < ratio
+        }))
     }
 
     /// The default trigger: a plan of at most `budget_blocks` moves once the ratio over available
@@ -141,8 +151,11 @@ impl Mmu {
             return None;
         }
         let (stop, budget) = (self.config.compaction_stop, self.config.budget_blocks);
-        let planned = self.survey(|snapshot, lru| plan::below(snapshot, stop, budget, lru));
-        let plan = self.plan(Goal::Below(stop), planned, |p| p.predicted_ratio < stop);
+        let (planned, cached) =
+            self.survey(|snapshot, lru| plan::below(snapshot, stop, budget, lru));
+        let plan = self.plan(Goal::Below(stop), planned, &cached, |p| {
+            p.predicted_ratio < stop
+        });
         (!plan.pairs.is_empty()).then_some(plan)
     }
 
@@ -150,11 +163,15 @@ impl Mmu {
         &self,
         goal: Goal,
         planned: plan::Planned,
+        cached: &[u64],
         reached: impl FnOnce(&plan::Planned) -> bool,
     ) -> Plan {
         let complete = planned.remaining == 0 && reached(&planned);
         Plan {
             uid: self.uid,
+            evicts: (planned.pairs.iter().map(|pair| pair[1]))
+                .filter(|&block| cached[(block / 64) as usize] >> (block % 64) & 1 == 1)
+                .collect(),
             goal,
             complete,
             remaining: planned.remaining,
@@ -164,34 +181,36 @@ impl Mmu {
         }
     }
 
-    /// Shows the state at rest to a planner.
+    /// Shows the state at rest to a planner. Also returns the bits of the cached blocks then.
     fn survey<T>(
         &self,
         planner: impl FnOnce(&plan::Snapshot<'_>, &mut dyn Iterator<Item = u32>) -> T,
-    ) -> T {
+    ) -> (T, Vec<u64>) {
         let _rest = self.rest();
         let shared = self.shared();
         let mut movable = self.pool.movable_bits();
         self.remove_unsettled(&mut movable);
-        let mut cached = self.pool.evictable_bits();
-        // Fenced blocks will be empty when their steps have ended. They are not offered as
-        // destinations, but a run may be planned over them; else the run that a pass has just
+        let cached = self.pool.evictable_bits();
+        // Fenced blocks will be empty when their steps have ended: else the run that a pass has just
         // emptied would look occupied to the next pass.
+        let mut soon = vec![0; cached.len()];
         shared
             .fenced_blocks()
-            .for_each(|block| set(&mut cached, block, true));
+            .for_each(|block| set(&mut soon, block, true));
         let empty = self.pool.empty_bits();
         let snapshot = plan::Snapshot {
             num_blocks: self.config.span(),
             empty: &empty,
             cached: &cached,
             movable: &movable,
+            soon: &soon,
         };
         let mut oldest = shared
             .index
             .oldest()
             .filter(|&block| self.pool.is_evictable(block));
-        planner(&snapshot, &mut oldest)
+        let planned = planner(&snapshot, &mut oldest);
+        (planned, cached)
     }
 
     /// Blocks that a step in flight is writing stay where they are.

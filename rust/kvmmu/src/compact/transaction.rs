@@ -7,9 +7,10 @@
 //!  destination    empty (or evicted) -> destined ....  what the source was      empty
 //! ```
 //!
-//! - `begin` looks at every move again: a source that is no longer what the plan saw (freed,
-//!   pinned, about to be written by a step in flight, moving already) or a destination that was
-//!   taken is left out.
+//! - `begin` looks at every move again: a source that may not move now (freed, pinned, about to be
+//!   written by a step in flight, moving already) or a destination that is not as the plan saw it
+//!   (empty, or cached) is left out. A source may belong to somebody else since: it moves all the
+//!   same, what matters to a plan is where it lies.
 //! - A source that is written in place, copied on write by its last holder or pinned while it is
 //!   being copied drops out of the commit ([`Mmu::drop_move`]); one that was freed has only the
 //!   move's reference left at the commit, and is emptied.
@@ -41,7 +42,10 @@ impl Mmu {
         shared.next_epoch += 1;
         let mut moves = Vec::with_capacity(plan.pairs.len());
         for &[source, destination] in &plan.pairs {
-            if !self.may_move(&shared, source) || !self.take_destination(&mut shared, destination) {
+            let evict = plan.evicts.contains(&destination);
+            if !self.may_move(&shared, source)
+                || !self.take_destination(&mut shared, destination, evict)
+            {
                 continue;
             }
             if !self.may_move(&shared, source) {
@@ -65,7 +69,8 @@ impl Mmu {
         count(&self.stats.moves_begun, moves.len());
         let pairs = moves.iter().map(|m| [m.source, m.destination]).collect();
         shared.transactions.insert(epoch, moves);
-        Ok(Moves { epoch, pairs })
+        let uid = self.uid;
+        Ok(Moves { uid, epoch, pairs })
     }
 
     fn may_move(&self, shared: &Shared, block: u32) -> bool {
@@ -88,8 +93,9 @@ impl Mmu {
         })
     }
 
-    fn take_destination(&self, shared: &mut Shared, block: u32) -> bool {
-        if self.pool.is_evictable(block) {
+    /// `evict`: the plan counted on a cached block there; else on an empty one.
+    fn take_destination(&self, shared: &mut Shared, block: u32, evict: bool) -> bool {
+        if evict && self.pool.is_evictable(block) {
             let mut spare = Vec::new();
             self.evict_block(shared, block, &mut spare);
             self.pool.give(&spare);
@@ -100,6 +106,11 @@ impl Mmu {
 
     /// The transaction that `moves` stands for.
     fn finish(&self, shared: &mut Shared, moves: &Moves) -> Result<Vec<Move>> {
+        if moves.uid != self.uid {
+            return Err(Error::InvalidPlan(
+                "the moves were begun by another manager".into(),
+            ));
+        }
         let Some(begun) = shared.transactions.get(&moves.epoch) else {
             let epoch = moves.epoch;
             return Err(Error::InvalidPlan(format!(
@@ -170,18 +181,17 @@ impl Mmu {
         if word.is_published() {
             shared.index.repoint(source, destination);
         }
-        let cached = word.state() == State::Cached;
-        if cached && !self.stop_cooling(shared, source) {
-            shared.index.order().replace(source, destination);
-            self.pool
-                .set_word(destination, word.move_ended().expect("it is cached"));
-            self.pool.set_evictable(destination, true);
-        } else {
-            self.pool
-                .set_word(destination, word.move_ended().expect("somebody holds it"));
-            if cached {
-                // No step in flight knows the destination.
-                self.enter_order(shared, destination);
+        let after = word
+            .move_ended()
+            .expect("somebody holds it, or it is cached");
+        self.pool.set_word(destination, after);
+        if word.state() == State::Cached {
+            // In the order of eviction, or on its way there, it keeps its place: leaves first.
+            if shared.is_cooling(source) {
+                self.cool_elsewhere(shared, source, destination);
+            } else {
+                shared.index.order().replace(source, destination);
+                self.pool.set_evictable(destination, true);
             }
         }
         self.refresh_stuck(shared, destination);

@@ -44,6 +44,7 @@
 mod placement;
 mod word;
 
+use crate::error::Result;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, zeroed_u32, zeroed_u64};
 
 pub use placement::Placement;
@@ -94,9 +95,9 @@ fn place(block: u32) -> (usize, u64) {
 }
 
 impl Pool {
-    pub(crate) fn new(span: u32, reserved: Option<u32>, placement: Placement) -> Self {
+    pub(crate) fn new(span: u32, reserved: Option<u32>, placement: Placement) -> Result<Self> {
         let words = span.div_ceil(64) as usize;
-        let (lines, stuck) = (zeroed_u64(words), zeroed_u64(words));
+        let (lines, stuck) = (zeroed_u64(words)?, zeroed_u64(words)?);
         let rest = span % 64;
         if rest != 0 {
             lines[words - 1].store(!0 << rest, Ordering::Relaxed);
@@ -106,12 +107,12 @@ impl Pool {
             set_bit(&stuck, reserved, true);
         }
         let usable = span - u32::from(reserved.is_some());
-        Self {
+        Ok(Self {
             span,
             usable,
             lines,
-            words: zeroed_u32(span as usize),
-            evictable: zeroed_u64(words),
+            words: zeroed_u32(span as usize)?,
+            evictable: zeroed_u64(words)?,
             stuck,
             empty: AtomicU32::new(usable),
             counts: Default::default(),
@@ -121,7 +122,7 @@ impl Pool {
                 Placement::AddressOrder => None,
                 Placement::Scatter { seed } => Some(Scatter::new(seed)),
             },
-        }
+        })
     }
 
     /// Empty blocks that nobody has reserved.
@@ -155,13 +156,23 @@ impl Pool {
         }
     }
 
-    /// Reserves exactly `n` empty blocks, or nothing.
+    /// Reserves exactly `n` empty blocks, or nothing: never a part for a moment, which others would
+    /// miss meanwhile.
     pub(crate) fn reserve(&self, n: u32) -> bool {
-        let got = self.reserve_up_to(n);
-        if got < n {
-            self.unreserve(got);
+        let mut empty = self.empty();
+        while empty >= n {
+            // AcqRel: as in `reserve_up_to`.
+            match self.empty.compare_exchange_weak(
+                empty,
+                empty - n,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => return true,
+                Err(seen) => empty = seen,
+            }
         }
-        got == n
+        false
     }
 
     /// Gives a reservation back.
@@ -437,7 +448,7 @@ mod tests {
 
     #[test]
     fn address_order_hands_out_the_lowest_blocks() {
-        let pool = Pool::new(200, None, Placement::AddressOrder);
+        let pool = Pool::new(200, None, Placement::AddressOrder).unwrap();
         assert_eq!(claim(&pool, 130).unwrap(), (0..130).collect::<Vec<_>>());
         pool.give(&[3, 64, 65, 129]);
         assert_eq!(claim(&pool, 5).unwrap(), [3, 64, 65, 129, 130]);
@@ -447,7 +458,7 @@ mod tests {
 
     #[test]
     fn a_claim_that_fails_takes_nothing() {
-        let pool = Pool::new(3, None, Placement::AddressOrder);
+        let pool = Pool::new(3, None, Placement::AddressOrder).unwrap();
         assert_eq!(claim(&pool, 4), None);
         assert_eq!((pool.empty(), pool.states().in_use), (3, 0));
         assert_eq!(claim(&pool, 3).unwrap().len(), 3);
@@ -455,7 +466,7 @@ mod tests {
 
     #[test]
     fn scatter_hands_out_every_block_once() {
-        let pool = Pool::new(77, None, Placement::Scatter { seed: 5 });
+        let pool = Pool::new(77, None, Placement::Scatter { seed: 5 }).unwrap();
         let mut all = claim(&pool, 77).unwrap();
         assert_ne!(all[..4], [0, 1, 2, 3]);
         all.sort_unstable();
@@ -464,7 +475,7 @@ mod tests {
 
     #[test]
     fn a_reserved_block_is_never_handed_out_or_movable() {
-        let pool = Pool::new(70, Some(65), Placement::AddressOrder);
+        let pool = Pool::new(70, Some(65), Placement::AddressOrder).unwrap();
         assert_eq!((pool.empty(), pool.states().in_use), (69, 0));
         let all = claim(&pool, 69).unwrap();
         assert!(!all.contains(&65) && claim(&pool, 1).is_none());
@@ -475,12 +486,14 @@ mod tests {
     #[test]
     #[should_panic(expected = "released a block that was empty")]
     fn emptying_an_empty_block_is_refused() {
-        Pool::new(8, None, Placement::AddressOrder).give(&[2]);
+        Pool::new(8, None, Placement::AddressOrder)
+            .unwrap()
+            .give(&[2]);
     }
 
     #[test]
     fn an_exact_claim_takes_that_block_or_nothing() {
-        let pool = Pool::new(8, None, Placement::AddressOrder);
+        let pool = Pool::new(8, None, Placement::AddressOrder).unwrap();
         assert!(pool.take_exact(5) && !pool.take_exact(5));
         assert_eq!(pool.empty(), 7);
         assert_eq!(claim(&pool, 7).unwrap(), [0, 1, 2, 3, 4, 6, 7]);
@@ -489,7 +502,7 @@ mod tests {
 
     #[test]
     fn two_threads_never_get_the_same_block() {
-        let pool = Pool::new(1000, None, Placement::AddressOrder);
+        let pool = Pool::new(1000, None, Placement::AddressOrder).unwrap();
         std::thread::scope(|scope| {
             for thread in 0..2u32 {
                 let pool = &pool;

@@ -19,6 +19,9 @@ mod tokens;
 
 use hashbrown::HashTable;
 
+use crate::error::Result;
+use crate::sync::{filled, no_memory, reserved};
+
 pub use hash::Keys;
 use hash::{ROOT_HASH, chain};
 use order::Order;
@@ -31,7 +34,7 @@ struct Node {
     hash: u128,
     key: Option<Box<[u8]>>,
     parent: u32,
-    /// First of the blocks with this content; the others follow in `Index::next`.
+    /// First of the blocks with this content; the others follow in `Index::twins`.
     block: u32,
     child: u32,
     /// Siblings: (previous, next).
@@ -47,8 +50,8 @@ pub(crate) struct Index {
     by_hash: HashTable<u32>,
     /// Node of a block, `NONE` unless published.
     node_of: Box<[u32]>,
-    /// Next block with the same content.
-    next: Box<[u32]>,
+    /// Blocks with the same content: (previous, next).
+    twins: Box<[(u32, u32)]>,
     order: Order,
     scratch: Vec<u8>,
     tokens: Vec<i32>,
@@ -58,21 +61,25 @@ pub(crate) struct Index {
 
 impl Index {
     /// An index over `num_blocks` blocks; 0 when prefixes are not cached.
-    pub(crate) fn new(num_blocks: u32, block_size: u32) -> Self {
+    pub(crate) fn new(num_blocks: u32, block_size: u32) -> Result<Self> {
         let n = num_blocks as usize;
-        Self {
+        let mut by_hash = HashTable::new();
+        // At most one node a block: nothing grows, and so nothing stalls, while serving.
+        by_hash
+            .try_reserve(n, |_: &u32| 0)
+            .map_err(|_| no_memory(n, size_of::<u32>() + 1))?;
+        Ok(Self {
             block_size: block_size as usize,
-            // At most one node a block: nothing grows, and so nothing stalls, while serving.
-            nodes: Vec::with_capacity(n),
+            nodes: reserved(n)?,
             free: Vec::new(),
-            by_hash: HashTable::with_capacity(n),
-            node_of: vec![NONE; n].into(),
-            next: vec![NONE; n].into(),
-            order: Order::new(n),
+            by_hash,
+            node_of: filled(NONE, n)?,
+            twins: filled((NONE, NONE), n)?,
+            order: Order::new(n)?,
             scratch: Vec::new(),
             tokens: Vec::new(),
             hash_mask: !0,
-        }
+        })
     }
 
     pub(crate) fn is_on(&self) -> bool {
@@ -161,12 +168,16 @@ impl Index {
             Some(node) => {
                 // A second holder of the same content goes behind the first.
                 let first = self.nodes[node as usize].block;
-                self.next[block as usize] = self.next[first as usize];
-                self.next[first as usize] = block;
+                let second = self.twins[first as usize].1;
+                self.twins[block as usize] = (first, second);
+                self.twins[first as usize].1 = block;
+                if second != NONE {
+                    self.twins[second as usize].0 = block;
+                }
                 node
             }
             None => {
-                self.next[block as usize] = NONE;
+                self.twins[block as usize] = (NONE, NONE);
                 self.insert(Node {
                     hash,
                     key,
@@ -213,27 +224,19 @@ impl Index {
     pub(crate) fn withdraw(&mut self, block: u32, dropped: &mut Vec<u32>) {
         let node = std::mem::replace(&mut self.node_of[block as usize], NONE);
         debug_assert_ne!(node, NONE);
-        let first = self.nodes[node as usize].block;
-        let after = self.next[block as usize];
-        if first == block {
+        let (before, after) = self.twins[block as usize];
+        if before == NONE {
             self.nodes[node as usize].block = after;
         } else {
-            let before = self.before(first, block);
-            self.next[before as usize] = after;
+            self.twins[before as usize].1 = after;
+        }
+        if after != NONE {
+            self.twins[after as usize].0 = before;
         }
         if self.nodes[node as usize].block == NONE {
             self.unlink(node);
             self.drop_subtree(node, dropped);
         }
-    }
-
-    /// The block before `block` in the chain that begins at `first`.
-    fn before(&self, first: u32, block: u32) -> u32 {
-        let mut at = first;
-        while self.next[at as usize] != block {
-            at = self.next[at as usize];
-        }
-        at
     }
 
     fn unlink(&mut self, node: u32) {
@@ -265,7 +268,7 @@ impl Index {
             while block != NONE {
                 self.node_of[block as usize] = NONE;
                 dropped.push(block);
-                block = self.next[block as usize];
+                block = self.twins[block as usize].1;
             }
             while child != NONE {
                 rest.push(child);
@@ -280,13 +283,15 @@ impl Index {
     pub(crate) fn repoint(&mut self, old: u32, new: u32) {
         let node = std::mem::replace(&mut self.node_of[old as usize], NONE);
         self.node_of[new as usize] = node;
-        self.next[new as usize] = self.next[old as usize];
-        let first = self.nodes[node as usize].block;
-        if first == old {
+        let (before, after) = self.twins[old as usize];
+        self.twins[new as usize] = (before, after);
+        if before == NONE {
             self.nodes[node as usize].block = new;
         } else {
-            let before = self.before(first, old);
-            self.next[before as usize] = new;
+            self.twins[before as usize].1 = new;
+        }
+        if after != NONE {
+            self.twins[after as usize].0 = new;
         }
     }
 
@@ -294,27 +299,28 @@ impl Index {
     /// found without it and that `may` be evicted. (Order alone puts leaves first, unless somebody
     /// held a leaf alone, by a pin, after its sequences had gone.)
     pub(crate) fn leaf_of(&self, block: u32, may: impl Fn(u32) -> bool) -> u32 {
+        let link = |id: u32| (id != NONE).then_some(id);
+        let children = |id: u32| {
+            let first = link(self.nodes[id as usize].child);
+            std::iter::successors(first, move |&id| link(self.nodes[id as usize].siblings.1))
+        };
         let mut victim = block;
-        loop {
-            let node = &self.nodes[self.node_of[victim as usize] as usize];
-            if node.block != victim || self.next[victim as usize] != NONE {
+        'deeper: loop {
+            let id = self.node_of[victim as usize];
+            if self.nodes[id as usize].block != victim || self.twins[victim as usize].1 != NONE {
                 return victim; // another block holds the same content
             }
-            let link = |id: u32| (id != NONE).then_some(id);
-            let mut children = std::iter::successors(link(node.child), |&id| {
-                link(self.nodes[id as usize].siblings.1)
-            });
-            let found = children.find_map(|id| {
-                let mut holders =
-                    std::iter::successors(link(self.nodes[id as usize].block), |&b| {
-                        link(self.next[b as usize])
-                    });
-                holders.find(|&holder| may(holder))
-            });
-            match found {
-                Some(behind) => victim = behind,
-                None => return victim,
+            let mut rest: Vec<u32> = children(id).collect();
+            while let Some(id) = rest.pop() {
+                let first = link(self.nodes[id as usize].block);
+                let mut holders = std::iter::successors(first, |&b| link(self.twins[b as usize].1));
+                if let Some(behind) = holders.find(|&holder| may(holder)) {
+                    victim = behind;
+                    continue 'deeper;
+                }
+                rest.extend(children(id));
             }
+            return victim;
         }
     }
 
@@ -336,15 +342,17 @@ impl Index {
             .nodes
             .get(id as usize)
             .ok_or("published without a node")?;
-        let mut at = node.block;
-        while at != block {
-            if at == NONE {
-                return Err(format!(
-                    "block {block} is not in the chain of its node {id}"
-                ));
-            }
-            at = self.next[at as usize];
+        let (before, after) = self.twins[block as usize];
+        let linked = match before {
+            NONE => node.block == block,
+            before => self.twins[before as usize].1 == block && self.is_at(before, id),
+        };
+        if !linked || (after != NONE && self.twins[after as usize].0 != block) {
+            return Err(format!(
+                "block {block} is not in the chain of its node {id}"
+            ));
         }
+        self.check_tree(id)?;
         let parent_hash = if node.parent == NONE {
             ROOT_HASH
         } else {
@@ -373,6 +381,25 @@ impl Index {
         }
     }
 
+    fn is_at(&self, block: u32, node: u32) -> bool {
+        self.node_of[block as usize] == node
+    }
+
+    /// A node is its parent's first child, or its previous sibling's next.
+    fn check_tree(&self, id: u32) -> std::result::Result<(), String> {
+        let node = &self.nodes[id as usize];
+        let (previous, next) = node.siblings;
+        let linked = match (previous, node.parent) {
+            (NONE, NONE) => true, // roots have no list that begins anywhere
+            (NONE, parent) => self.nodes[parent as usize].child == id,
+            (previous, _) => self.nodes[previous as usize].siblings.1 == id,
+        };
+        if !linked || (next != NONE && self.nodes[next as usize].siblings.0 != id) {
+            return Err(format!("prefix node {id} is not linked to its siblings"));
+        }
+        Ok(())
+    }
+
     /// Nodes alive, and entries by hash: equal in a sound index.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.nodes.len() - self.free.len(), self.by_hash.len())
@@ -396,10 +423,10 @@ mod tests {
 
     impl Fixture {
         fn new(mask: u128) -> Self {
-            let mut index = Index::new(16, 2);
+            let mut index = Index::new(16, 2).unwrap();
             index.mask_hashes(mask);
             Self {
-                store: Tokens::new(16, 2, true),
+                store: Tokens::new(16, 2, true).unwrap(),
                 index,
             }
         }

@@ -3,6 +3,9 @@
 //! Blocks of one sequence are entered last block first, so a leaf is always evicted before its
 //! parent: whoever used the leaf used the parent as well, and entered it later.
 
+use crate::error::Result;
+use crate::sync::filled;
+
 const NONE: u32 = u32::MAX;
 
 /// Least recently used first.
@@ -15,12 +18,13 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    pub(crate) fn new(num_blocks: usize) -> Self {
-        Self {
-            links: vec![(NONE, NONE); num_blocks].into(),
+    pub(crate) fn new(num_blocks: usize) -> Result<Self> {
+        let links = filled((NONE, NONE), num_blocks)?;
+        Ok(Self {
+            links,
             oldest: NONE,
             newest: NONE,
-        }
+        })
     }
 
     fn set_newer(&mut self, of: u32, newer: u32) {
@@ -77,7 +81,7 @@ mod tests {
 
     #[test]
     fn the_list_keeps_its_order_through_removal_and_replacement() {
-        let mut order = Order::new(8);
+        let mut order = Order::new(8).unwrap();
         for block in [3, 1, 4, 6] {
             order.push(block);
         }

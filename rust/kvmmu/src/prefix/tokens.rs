@@ -3,6 +3,7 @@
 //! A block's tokens are written by the one sequence that may write the block, before it is
 //! published, and read by others only after. They travel with the block when it moves.
 
+use crate::error::Result;
 use crate::sync::{AtomicU32, Ordering, zeroed_u32};
 
 /// Token ids, `block_size` a block (int32 as bits).
@@ -14,17 +15,15 @@ pub(crate) struct Tokens {
 
 impl Tokens {
     /// Room for `num_blocks` blocks; none when nobody will look.
-    pub(crate) fn new(num_blocks: u32, block_size: u32, wanted: bool) -> Self {
+    pub(crate) fn new(num_blocks: u32, block_size: u32, wanted: bool) -> Result<Self> {
         let block_size = block_size as usize;
         let room = if wanted {
             num_blocks as usize * block_size
         } else {
             0
         };
-        Self {
-            block_size,
-            ids: zeroed_u32(room),
-        }
+        let ids = zeroed_u32(room)?;
+        Ok(Self { block_size, ids })
     }
 
     fn of(&self, block: u32) -> &[AtomicU32] {

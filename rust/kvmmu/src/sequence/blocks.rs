@@ -2,8 +2,10 @@
 //!
 //! They work on blocks of any sequence, so they write the gate: no sequence is in a call meanwhile.
 
+use std::collections::HashMap;
+
 use crate::error::{Error, Result};
-use crate::pool::State;
+use crate::pool::{MAX_REFERENCES, State};
 use crate::state::{Mmu, Shared};
 
 impl Mmu {
@@ -21,6 +23,7 @@ impl Mmu {
     /// what it is until [`Mmu::unpin`]. A block may be listed several times. All or nothing.
     pub fn pin(&self, blocks: &[i64]) -> Result<()> {
         let _rest = self.rest();
+        let mut wanted: HashMap<u32, u64> = HashMap::new();
         for &block in blocks {
             let block = self.checked(block)?;
             let pinnable = match self.pool.state(block) {
@@ -32,6 +35,17 @@ impl Mmu {
                 return Err(Error::InvalidBlock {
                     block: u64::from(block),
                     reason,
+                });
+            }
+            let wanted = wanted.entry(block).or_insert(0);
+            *wanted += 1;
+            let needed = u64::from(self.pool.word(block).references()) + *wanted;
+            let (what, limit) = ("references of one block", u64::from(MAX_REFERENCES));
+            if needed > limit {
+                return Err(Error::LimitExceeded {
+                    what,
+                    needed,
+                    limit,
                 });
             }
         }
@@ -76,7 +90,7 @@ impl Mmu {
     pub fn unpin(&self, blocks: &[i64]) -> Result<()> {
         let _rest = self.rest();
         let mut shared = self.shared();
-        let mut wanted = std::collections::HashMap::new();
+        let mut wanted = HashMap::new();
         for &block in blocks {
             let block = self.checked(block)?;
             let wanted: &mut u32 = wanted.entry(block).or_insert(0);

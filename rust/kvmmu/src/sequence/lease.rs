@@ -27,7 +27,11 @@ impl Mmu {
             )));
         }
         let first = from / self.config.block_size;
-        let last = self.blocks_for(to).max(first);
+        let last = if from == to {
+            first // no token, no block
+        } else {
+            self.blocks_for(to)
+        };
         let blocks: Vec<u32> = self.table.blocks(sequence.space, first, last).collect();
         let mut shared = self.shared();
         for &block in &blocks {

@@ -165,7 +165,9 @@ impl Mmu {
         let needed = total - matched.len();
         let available =
             self.pool.empty() + self.pool.num_evictable() - self.evictable_among(&matched);
-        let when = if total > self.config.max_blocks_per_sequence as usize {
+        let never = total > self.config.max_blocks_per_sequence as usize
+            || !self.table.could_hold(total as u32);
+        let when = if never {
             When::Never
         } else if needed > available as usize || !self.has_room(total as u32) {
             When::Frees

@@ -88,7 +88,9 @@ impl Mmu {
             );
             row.sequence.scheduled = row.to;
             row.sequence.unsettled_to = row.sequence.unsettled_to.max(row.to);
-            entries.push(entry);
+            if entry.from < entry.to || entry.tokens_before < entry.tokens_after {
+                entries.push(entry);
+            }
 
             rows.write(self, i, row.id, &row.sequence, buffers);
             buffers.query_start_loc[i] = at as i32;

@@ -48,12 +48,15 @@ struct Held {
     sequence: i64,
     version: u32,
     blocks: u32,
+    /// Its length as written.
+    tokens: i32,
 }
 
 const NOTHING: Held = Held {
     sequence: 0,
     version: 0,
     blocks: 0,
+    tokens: 0,
 };
 
 /// Registered rows: their shape and what is in them.
@@ -73,7 +76,11 @@ impl Rows {
     /// Rows for `rows` sequences of at most `width` blocks, and steps of at most `max_tokens`
     /// tokens.
     pub fn new(mmu: &Mmu, rows: usize, width: usize, max_tokens: usize) -> Result<Self> {
-        for (name, value) in [("rows", rows), ("blocks a row", width)] {
+        for (name, value) in [
+            ("rows", rows),
+            ("blocks a row", width),
+            ("tokens a step", max_tokens),
+        ] {
             if value == 0 || i32::try_from(value).is_err() {
                 return Err(Error::InvalidConfig(format!(
                     "{value} {name}: allowed is 1 to {}",
@@ -127,8 +134,9 @@ impl Rows {
         self.num_tokens
     }
 
-    /// Refuses a batch that does not fit, and buffers that are not of this shape.
-    pub(super) fn check(&self, mmu: &Mmu, batch: usize, buffers: &RowBuffers<'_>) -> Result<()> {
+    /// Refuses a batch of so many rows that does not fit, buffers that are not of this shape, and
+    /// another manager.
+    pub fn check(&self, mmu: &Mmu, batch: usize, buffers: &RowBuffers<'_>) -> Result<()> {
         if self.uid != mmu.uid {
             return Err(Error::InvalidConfig(
                 "these rows belong to another manager".into(),
@@ -199,6 +207,7 @@ impl Rows {
             sequence: id,
             version: sequence.version,
             blocks,
+            tokens: sequence.scheduled as i32,
         };
         let entries = &mut buffers.block_table[row * self.width..(row + 1) * self.width];
         if from + 1 == blocks {
@@ -279,14 +288,22 @@ impl Rows {
         Ok(at)
     }
 
-    /// What the rows must hold, for checking: (row, sequence) of each that holds one.
-    pub(crate) fn held(&self) -> impl Iterator<Item = (usize, i64, u32, u32)> + '_ {
-        let each = |(row, held): (usize, &Held)| (row, held.sequence, held.version, held.blocks);
+    /// What each row that holds a sequence must hold, for checking: (row, sequence, version, blocks,
+    /// length).
+    pub(crate) fn held(&self) -> impl Iterator<Item = (usize, i64, u32, u32, i32)> + '_ {
+        let each = |(row, held): (usize, &Held)| {
+            (row, held.sequence, held.version, held.blocks, held.tokens)
+        };
         self.held
             .iter()
             .enumerate()
             .map(each)
             .filter(|held| held.1 != NOTHING.sequence)
+    }
+
+    /// The slot of padding, for checking.
+    pub(crate) fn padding(&self) -> i64 {
+        self.null_slot()
     }
 
     /// Blocks a row and the null block, for checking.

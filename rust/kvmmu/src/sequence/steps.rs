@@ -70,7 +70,7 @@ impl Mmu {
             }
         }
         drop(shared);
-        self.stop_awaiting(step);
+        self.stop_awaiting_if_settled(step);
         Ok(())
     }
 
@@ -133,8 +133,17 @@ impl Mmu {
             sequence.settle();
         }
         drop(shared);
-        self.stop_awaiting(step);
+        self.stop_awaiting_if_settled(step);
         Ok(())
+    }
+
+    /// The copies on write of a step have been made once all that it scheduled is settled.
+    fn stop_awaiting_if_settled(&self, step: u64) {
+        let mut shared = self.shared();
+        let mut steps = self.steps();
+        if steps.get(step).is_ok_and(|step| step.entries.is_empty()) {
+            self.stop_awaiting(&mut shared, step);
+        }
     }
 
     /// Takes the unsettled entries out of a step and locks their sequences. While these are locked

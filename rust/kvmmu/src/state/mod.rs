@@ -33,7 +33,7 @@ use crate::prefix::{Index, Tokens};
 use crate::stats::{Stats, StatsReading, count};
 use crate::sync::{
     AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    lock, try_lock,
+    lock, try_lock, zeroed_u64,
 };
 use crate::table::Table;
 
@@ -87,6 +87,12 @@ impl Shared {
         count(&self.pins) - count(&self.leased)
     }
 
+    /// Blocks that wait for steps, fenced or cooling, and the step of each.
+    pub(crate) fn waiting_for(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
+        let fenced = self.fenced.iter().map(|&(step, block)| (block, step));
+        fenced.chain(self.cooling.iter().map(|(&block, &step)| (block, step)))
+    }
+
     /// Whether a cached block waits for a step before it may be evicted.
     pub(crate) fn is_cooling(&self, block: u32) -> bool {
         self.cooling.contains_key(&block)
@@ -115,6 +121,9 @@ pub struct Mmu {
     pub(crate) reverse: Reverse,
     pub(crate) tokens: Tokens,
     pub(crate) slots: Box<[Mutex<Sequence>]>,
+    /// Generation of the sequence in each slot, 0 while there is none: tells an id that is gone from
+    /// one that is busy without the lock.
+    generations: Box<[AtomicU64]>,
     free_slots: Mutex<FreeSlots>,
     gate: RwLock<()>,
     shared: Mutex<Shared>,
@@ -137,18 +146,19 @@ impl Mmu {
             .collect();
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::new(n, reserved, config.placement),
-            table: Table::new(config.table_nodes),
-            reverse: Reverse::new(n),
-            tokens: Tokens::new(n, block_size, config.prefix_caching),
+            pool: Pool::new(n, reserved, config.placement)?,
+            table: Table::new(config.table_nodes)?,
+            reverse: Reverse::new(n)?,
+            tokens: Tokens::new(n, block_size, config.prefix_caching)?,
             slots,
+            generations: zeroed_u64(config.max_sequences as usize)?,
             free_slots: Mutex::new(FreeSlots {
                 reused: BinaryHeap::new(),
                 fresh: 0,
             }),
             gate: RwLock::new(()),
             shared: Mutex::new(Shared {
-                index: Index::new(indexed, block_size),
+                index: Index::new(indexed, block_size)?,
                 chains: Chains::default(),
                 pins: HashMap::default(),
                 leases: HashMap::default(),
@@ -221,6 +231,10 @@ impl Mmu {
         let unknown = Error::UnknownSequence { sequence: id };
         let (generation, slot) = parse(id).ok_or(unknown.clone())?;
         let cell = self.slots.get(slot as usize).ok_or(unknown.clone())?;
+        // Acquire: pairs with the Release in `take_slot` and `give_slot`.
+        if self.generations[slot as usize].load(Ordering::Acquire) != generation {
+            return Err(unknown);
+        }
         let sequence = try_lock(cell).ok_or(Error::ConcurrentUse { sequence: id })?;
         if sequence.open && sequence.generation == generation {
             Ok((slot, sequence))
@@ -233,7 +247,7 @@ impl Mmu {
     pub(crate) fn sequence_if_open(
         &self,
         slot: u32,
-        generation: u32,
+        generation: u64,
     ) -> Result<Option<MutexGuard<'_, Sequence>>> {
         match self.sequence(id(generation, slot)) {
             Ok((_, sequence)) => Ok(Some(sequence)),
@@ -282,6 +296,7 @@ impl Mmu {
         };
         let mut sequence = lock(&self.slots[slot as usize]);
         let generation = sequence.generation + 1;
+        self.generations[slot as usize].store(generation, Ordering::Release);
         *sequence = Sequence {
             generation,
             open: true,
@@ -304,6 +319,7 @@ impl Mmu {
 
     /// Gives a slot back whose address space is empty.
     pub(crate) fn give_slot(&self, slot: u32, mut sequence: MutexGuard<'_, Sequence>) {
+        self.generations[slot as usize].store(0, Ordering::Release);
         self.table.close(slot, sequence.space);
         sequence.open = false;
         sequence.keys = None;
@@ -527,6 +543,15 @@ impl Mmu {
         cooling
     }
 
+    /// A cooling block has moved: its place in the order of release is taken by where it is now.
+    pub(crate) fn cool_elsewhere(&self, shared: &mut Shared, old: u32, new: u32) {
+        let step = shared.cooling.remove(&old).expect("it is cooling");
+        shared.cooling.insert(new, step);
+        let mut entries = shared.cooling_order.iter_mut();
+        let entry = entries.find(|entry| **entry == (step, old));
+        entry.expect("a cooling block has an entry").1 = new;
+    }
+
     /// Steps have ended: fenced blocks that no step can touch any more become empty, and cached
     /// ones evictable.
     pub(crate) fn cool_down(&self, shared: &mut Shared, steps: &Steps) {
@@ -541,13 +566,12 @@ impl Mmu {
             }
         }
         self.pool.give(&empty);
-        while let Some(&(step, block)) = shared.cooling_order.front() {
+        // Not in the order of steps: one that was prepared late may end before one that waits.
+        for (step, block) in std::mem::take(&mut shared.cooling_order) {
             if !steps.has_passed(step) {
-                break; // entered in the order of steps
-            }
-            shared.cooling_order.pop_front();
-            // Released again since, or no longer cached: another entry, or none, speaks for it.
-            if shared.cooling.get(&block) == Some(&step) {
+                shared.cooling_order.push_back((step, block));
+            } else if shared.cooling.get(&block) == Some(&step) {
+                // (Else it was released again since, or is no longer cached.)
                 self.stop_cooling(shared, block);
                 self.enter_order(shared, block);
             }
@@ -570,8 +594,7 @@ impl Mmu {
     }
 
     /// A step is settled: the copies on write that it began with have been made.
-    pub(crate) fn stop_awaiting(&self, step: u64) {
-        let mut shared = self.shared();
+    pub(crate) fn stop_awaiting(&self, shared: &mut Shared, step: u64) {
         if shared.awaited.is_empty() {
             return;
         }
@@ -579,7 +602,7 @@ impl Mmu {
         for block in done.map(|(&block, _)| block).collect::<Vec<_>>() {
             shared.awaited.remove(&block);
             if !self.pool.is_empty(block) {
-                self.refresh_stuck(&shared, block);
+                self.refresh_stuck(shared, block);
             }
         }
     }

@@ -9,6 +9,7 @@
 //! The word of a private block is stored by its sequence alone; as soon as a block may be known to
 //! a second thread (published or shared) its word and its chain change only under the shared lock.
 
+use crate::error::Result;
 use crate::sync::{AtomicU64, Ordering, zeroed_u64};
 
 const NONE: u32 = u32::MAX;
@@ -80,10 +81,9 @@ pub(crate) struct Reverse {
 }
 
 impl Reverse {
-    pub(crate) fn new(num_blocks: u32) -> Self {
-        Self {
-            words: zeroed_u64(num_blocks as usize),
-        }
+    pub(crate) fn new(num_blocks: u32) -> Result<Self> {
+        let words = zeroed_u64(num_blocks as usize)?;
+        Ok(Self { words })
     }
 
     fn load(&self, block: u32) -> u64 {
@@ -189,7 +189,7 @@ mod tests {
     proptest! {
         #[test]
         fn mappings_are_a_bag(ops in proptest::collection::vec((0u32..2, 0u32..24, any::<bool>()), 1..200)) {
-            let reverse = Reverse::new(3);
+            let reverse = Reverse::new(3).unwrap();
             let mut chains = Chains::default();
             let mut model = [Vec::new(), Vec::new()];
             for (block, index, add) in ops {

@@ -11,7 +11,7 @@ pub(crate) const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct Sequence {
     /// Counts the sequences that had this slot; part of the id.
-    pub(crate) generation: u32,
+    pub(crate) generation: u64,
     pub(crate) open: bool,
     pub(crate) space: Space,
     /// Tokens that have a place.
@@ -88,14 +88,19 @@ impl Sequence {
     }
 }
 
+/// Bits of an id that are the slot; the generation has 45 above them, enough to open and close a
+/// sequence every microsecond for a year.
+const SLOT_BITS: u32 = 18;
+
 /// Id of a sequence: generation and slot.
-pub(crate) fn id(generation: u32, slot: u32) -> i64 {
-    i64::from(generation) << 32 | i64::from(slot)
+pub(crate) fn id(generation: u64, slot: u32) -> i64 {
+    (generation << SLOT_BITS | u64::from(slot)) as i64
 }
 
 /// (generation, slot) of an id; nothing for what can never be one.
-pub(crate) fn parse(id: i64) -> Option<(u32, u32)> {
-    (id > 0).then_some(((id >> 32) as u32, id as u32))
+pub(crate) fn parse(id: i64) -> Option<(u64, u32)> {
+    let slot = id as u32 & ((1 << SLOT_BITS) - 1);
+    (id > 0).then_some((id as u64 >> SLOT_BITS, slot))
 }
 
 /// Numbers about one sequence.

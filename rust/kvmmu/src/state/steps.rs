@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) slot: u32,
-    pub(crate) generation: u32,
+    pub(crate) generation: u64,
     /// Positions `from..to` were scheduled.
     pub(crate) from: u32,
     pub(crate) to: u32,
@@ -79,6 +79,11 @@ impl Steps {
         Ok(())
     }
 
+    /// All that is scheduled and not settled.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = &Entry> + '_ {
+        self.in_flight.values().flat_map(|step| &step.entries)
+    }
+
     pub(crate) fn count(&self) -> usize {
         self.in_flight.len()
     }
@@ -98,7 +103,7 @@ impl Steps {
     }
 
     /// A sequence was truncated: steps in flight no longer answer for what lies behind its end.
-    pub(crate) fn clip(&mut self, slot: u32, generation: u32, tokens: u32) {
+    pub(crate) fn clip(&mut self, slot: u32, generation: u64, tokens: u32) {
         for step in self.in_flight.values_mut() {
             for entry in &mut step.entries {
                 if (entry.slot, entry.generation) == (slot, generation) {

@@ -60,15 +60,29 @@ impl Space {
 }
 
 impl Table {
-    pub(crate) fn new(nodes: u32) -> Self {
-        Self {
-            entries: zeroed_u64(nodes as usize * FANOUT as usize),
+    pub(crate) fn new(nodes: u32) -> Result<Self> {
+        let entries = zeroed_u64(nodes as usize * FANOUT as usize)?;
+        let free = Free {
+            reused: Vec::new(),
+            fresh: ROOT + 1,
+        };
+        Ok(Self {
+            entries,
             nodes,
-            free: Mutex::new(Free {
-                reused: Vec::new(),
-                fresh: ROOT + 1,
-            }),
-        }
+            free: Mutex::new(free),
+        })
+    }
+
+    /// Nodes of level 3 in use.
+    pub(crate) fn upper_nodes(&self) -> u32 {
+        (0..FANOUT)
+            .filter(|&high| self.load(ROOT, high).is_present())
+            .count() as u32
+    }
+
+    /// Whether an address space of so many blocks would fit if there were no other.
+    pub(crate) fn could_hold(&self, blocks: u32) -> bool {
+        3 + blocks.div_ceil(FANOUT) <= self.nodes
     }
 
     /// Nodes in use, the root included.
@@ -296,7 +310,7 @@ mod tests {
 
     #[test]
     fn every_entry_around_the_roll_over_of_a_level_is_its_own() {
-        let table = Table::new(1200);
+        let table = Table::new(1200).unwrap();
         let slots = [0, 1, 511, 512];
         let spaces: Vec<_> = slots
             .iter()
@@ -321,7 +335,7 @@ mod tests {
 
     #[test]
     fn a_reservation_that_fails_gives_its_nodes_back() {
-        let table = Table::new(5);
+        let table = Table::new(5).unwrap();
         let space = table.open(7).unwrap();
         table.reserve(space, 0, 512).unwrap();
         table.map(space, 0, &(0..512).collect::<Vec<_>>());
@@ -337,7 +351,7 @@ mod tests {
 
     #[test]
     fn nodes_come_back_when_their_last_block_is_unmapped() {
-        let table = Table::new(16);
+        let table = Table::new(16).unwrap();
         let space = table.open(0).unwrap();
         let before = table.nodes_in_use();
         table.reserve(space, 0, 1025).unwrap();
@@ -359,7 +373,7 @@ mod tests {
 
     #[test]
     fn a_remap_that_lost_changes_nothing() {
-        let table = Table::new(8);
+        let table = Table::new(8).unwrap();
         let space = table.open(0).unwrap();
         assert!(!table.remap(space, 0, 1, 2));
         table.reserve(space, 0, 1).unwrap();
