@@ -18,6 +18,7 @@ or, with several in flight: ``step = cache.begin_step()``, ``step.prepare(...)``
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import warnings
 from collections import deque
@@ -87,6 +88,12 @@ def _int32(name: str, values: Any) -> Int32s:
     return found
 
 
+def _index(name: str, value: Any, count: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        raise InvalidConfig(f"{name} = {value!r}: allowed is 0 to {count - 1}")
+    return value
+
+
 class Sequence:
     """A handle on one sequence. Close it, or use it as a context manager.
 
@@ -143,9 +150,19 @@ class Sequence:
 
     # -- verbs -------------------------------------------------------------------------------
 
-    def append(self, tokens: Any) -> None:
-        """Extends it by known tokens, which a later step schedules and writes."""
-        self._cache._run_copies(self._cache.mmu.append(self.id, _int32("tokens", tokens)))
+    def append(self, tokens: Any, *, defer_copies: bool = False) -> Int32s:
+        """Extends it by known tokens, which a later step schedules and writes.
+
+        Returns:
+            int32 [c, 2], copy-on-write pairs still to be run before the next step or move: all
+            with ``defer_copies`` (they read what steps that are still being computed write), else
+            none, for they were run.
+        """
+        copies = self._cache.mmu.append(self.id, _int32("tokens", tokens))
+        if defer_copies:
+            return copies
+        self._cache._run_copies(copies)
+        return copies[:0]
 
     def fork(self) -> Sequence:
         """A second sequence over the same blocks; copies nothing. Whoever writes a shared block
@@ -249,8 +266,8 @@ class Batch:
 
     def run_copies(self) -> None:
         """Runs the deferred copies, once."""
-        self._cache._run_copies(self.copies)
-        self.copies = self.copies[:0]  # not before: what has failed is tried again on cancel
+        copies, self.copies = self.copies, self.copies[:0]
+        self._cache._run_copies(copies)
 
     def csr(self) -> Csr:
         """The rows in FlashInfer's form: ``indptr``, ``indices``, ``last_page_len``."""
@@ -501,7 +518,10 @@ class KVCache:
         shape = (max_batch, mmu.max_blocks_per_sequence, max_tokens)
         self._rotation = Rotation(mmu, buffers, steps_in_flight, shape)
         self._leases = LeaseBook(mmu)
+        self._process = os.getpid()
         self._lock = threading.Lock()
+        self._copying = threading.Lock()
+        self._owed: deque[Int32s] = deque()
         self._in_flight: set[int] = set()
         self._ending: deque[tuple[int, Event]] = deque()
         self._dropped: deque[int] = deque()
@@ -564,6 +584,7 @@ class KVCache:
     def poll(self) -> int:
         """Ends the steps whose events are over, oldest first, closes sequences that were dropped,
         and reports leases past their timeout. Returns how many steps are in flight."""
+        self._check_process()
         while True:
             with self._lock:
                 if not self._ending or not self._ending[0][1].query():
@@ -577,6 +598,7 @@ class KVCache:
 
     def synchronize(self) -> None:
         """Waits for the events of all steps that have one, and ends those steps."""
+        self._check_process()
         while True:
             with self._lock:
                 if not self._ending:
@@ -590,11 +612,13 @@ class KVCache:
             self._end(number)
 
     def _end(self, number: int) -> None:
+        self._check_process()
         self.mmu.end_step(number)
         with self._lock:
             self._in_flight.discard(number)
 
     def _take_buffers(self, number: int) -> Buffers:
+        self._check_process()
         with self._lock:
             return self._rotation.take(number, self._in_flight)
 
@@ -610,14 +634,25 @@ class KVCache:
                 continue
 
     def _run_copies(self, copies: Int32s) -> None:
-        if len(copies):
-            self.mover.move(copies)
+        """Runs copies on write, behind those that a mover has failed at before: they are owed until
+        they are made, since their destinations are mapped already."""
+        with self._copying:
+            if len(copies):
+                self._owed.append(copies)
+            while self._owed:
+                self.mover.move(self._owed[0])
+                self._owed.popleft()
+
+    def _check_process(self) -> None:
+        """After a fork another thread's lock may never be given back: the MMU says so first."""
+        if os.getpid() != self._process:
+            self.mmu.steps_in_flight()
 
     # -- memory ------------------------------------------------------------------------------
 
     def layer(self, index: int) -> Layer:
         """(k, v) tensors of a layer as its kernel sees them, in the axis order of the layout."""
-        return self.layers[index]
+        return self.layers[_index("layer", index, len(self.layers))]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, batch: Batch) -> None:
         """Stores the KV of a step: k and v [T, heads, dim], in the order of its slots."""
@@ -641,7 +676,12 @@ class KVCache:
 
     def compact(self) -> int:
         """One pass of compaction, if the trigger is on: at most the budget moves. Returns how many
-        blocks moved. To be called between steps."""
+        blocks moved. To be called between steps.
+
+        The copies are made at once. An engine whose written steps are still queued elsewhere has to
+        queue them behind those instead: ``mmu.plan_compaction``, ``mmu.begin``, queue the copies of
+        ``moves.pairs``, ``mmu.commit`` (examples/embed.py does).
+        """
         return compact(self.mmu, self.mover)
 
     def overdue_leases(self) -> list[Lease]:

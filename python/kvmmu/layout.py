@@ -232,7 +232,11 @@ class Layers(Sequence[Layer]):
         dim = _integer("head_dim", head_dim, 1, 2**20)
         v_dim = dim if v_head_dim is None else _integer("v_head_dim", v_head_dim, 0, 2**20)
         _check_dtype("dtype", dtype)
-        _check_device("device", torch.device(device))
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidConfig(f"device = {device!r}: {error}", device=str(device)) from None
+        _check_device("device", place)
         if layout == "packed" and v_dim != dim:
             raise InvalidConfig(
                 f"packed holds K and V of one width, not head_dim {dim} and v_head_dim {v_dim}; "
