@@ -316,3 +316,9 @@ def test_doctor_imports_nothing_just_to_look() -> None:
         "assert all(f.found or f.note for f in found)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_verification_that_read_nothing_is_no_success() -> None:
+    done = kvmmu("replay", "--sample", "--blocks", "5", "--limit", "3", "--verify", "--quiet")
+    assert done.returncode == 1
+    assert "nothing was verified" in done.stderr

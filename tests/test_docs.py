@@ -30,4 +30,7 @@ def test_the_ten_steps_of_embedding_run_as_one_program() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "now"
-    assert lines[-1].endswith("blocks moved")
+    moved = re.fullmatch(r"(\d+) blocks moved, largest free run (\d+)", lines[-1])
+    assert moved
+    assert int(moved[1]) > 0
+    assert int(moved[2]) >= 36

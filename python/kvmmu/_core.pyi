@@ -271,7 +271,8 @@ class MMU:
 
 @final
 class BlockTables:
-    """Registered output buffers. The arrays are the caller's; they are kept alive here.
+    """Registered output buffers. The arrays are the caller's; they are kept alive here. Nobody else
+    writes them: what has not changed is not written again.
 
     Unused rows and columns of ``block_table`` hold the null block; unused entries of
     ``slot_mapping`` point into the null block; unused ``seq_lens`` are 0; ``query_start_loc``

@@ -60,6 +60,7 @@ class Buffers:
         if set(arrays) != set(_NAMES):
             raise InvalidConfig(f"buffers {sorted(arrays)}: allowed are exactly {sorted(_NAMES)}")
         found = {name: _as_numpy(name, arrays[name]) for name in _NAMES}
+        self.arrays = tuple(found.values())
         self.tables: BlockTables = mmu.register_tables(*(found[name] for name in _NAMES))
         self.block_table = torch.from_numpy(found["block_table"])
         self.seq_lens = torch.from_numpy(found["seq_lens"])
@@ -108,6 +109,10 @@ class Rotation:
                 f"{len(sets)} sets of buffers for {depth} steps in flight: allowed are {depth + 1}"
             )
         self._sets = [Buffers(mmu, arrays) for arrays in sets]
+        for number, one in enumerate(self._sets):
+            for other in self._sets[:number]:
+                if any(np.may_share_memory(a, b) for a in one.arrays for b in other.arrays):
+                    raise InvalidConfig(f"the buffers of set {number} overlap those of another")
         self._order = list(self._sets)  # taken longest ago first
 
     def take(self, step: int, in_flight: set[int]) -> Buffers:

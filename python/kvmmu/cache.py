@@ -17,6 +17,7 @@ or, with several in flight: ``step = cache.begin_step()``, ``step.prepare(...)``
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import threading
@@ -40,6 +41,7 @@ except ImportError as error:  # pragma: no cover - tested in an environment with
     ) from error
 
 from ._core import MMU
+from .bound import Bound
 from .buffers import Buffers, Csr, Rotation
 from .compaction import compact
 from .layout import Layer, Layers
@@ -52,6 +54,8 @@ __all__ = ["Batch", "Event", "KVCache", "Sequence", "Step"]
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+_log = logging.getLogger("kvmmu")
+_NO_COPIES: Int32s = np.empty((0, 2), dtype=np.int32)
 
 
 class Event(Protocol):
@@ -94,7 +98,7 @@ def _index(name: str, value: Any, count: int) -> int:
     return value
 
 
-class Sequence:
+class Sequence(Bound):
     """A handle on one sequence. Close it, or use it as a context manager.
 
     One that is dropped without :meth:`close` gives a ResourceWarning and is closed when the next
@@ -158,6 +162,7 @@ class Sequence:
             with ``defer_copies`` (they read what steps that are still being computed write), else
             none, for they were run.
         """
+        self._cache._pay()
         copies = self._cache.mmu.append(self.id, _int32("tokens", tokens))
         if defer_copies:
             return copies
@@ -171,6 +176,7 @@ class Sequence:
 
     def truncate(self, num_tokens: int) -> None:
         """Shortens it, and releases the blocks behind."""
+        self._cache._pay()
         self._cache.mmu.truncate(self.id, num_tokens)
 
     def lease(
@@ -198,6 +204,7 @@ class Sequence:
     def close(self) -> None:
         """Ends it. Its full, written blocks stay cached for other prompts. Again: nothing."""
         if self._open:
+            self._cache._pay()
             self._cache.mmu.close(self.id)
             self._open = False
 
@@ -221,7 +228,18 @@ class Sequence:
         return f"Sequence({self.id}{'' if self._open else ', closed'})"
 
 
-class Batch:
+class _Life:
+    """What a step and its batch both know."""
+
+    __slots__ = ("cancelled", "ended", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.cancelled = False
+        self.ended = False
+
+
+class Batch(Bound):
     """What a step computes, and the tables that its kernels read.
 
     All are views of registered memory, rewritten when the set's turn comes again (see
@@ -240,6 +258,7 @@ class Batch:
     __slots__ = (
         "_buffers",
         "_cache",
+        "_life",
         "block_table",
         "copies",
         "query_start_loc",
@@ -248,9 +267,12 @@ class Batch:
         "slot_mapping",
     )
 
-    def __init__(self, cache: KVCache, buffers: Buffers, sequences: Int64s, copies: Int32s) -> None:
+    def __init__(
+        self, cache: KVCache, life: _Life, buffers: Buffers, sequences: Int64s, copies: Int32s
+    ) -> None:
         rows, tokens = len(sequences), buffers.tables.num_tokens
         self._cache = cache
+        self._life = life
         self._buffers = buffers
         self.sequences = sequences
         self.copies = copies
@@ -263,6 +285,15 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return int(self.slot_mapping.shape[0])
+
+    def _check_live(self) -> None:
+        """Its slots are this step's only until the step is cancelled or ends."""
+        life = self._life
+        if life.cancelled or life.ended or self._buffers.step != life.number:
+            raise InvalidStep(
+                f"step {life.number}: is over, and its slots may be somebody else's",
+                step=life.number,
+            )
 
     def run_copies(self) -> None:
         """Runs the deferred copies, once."""
@@ -277,15 +308,15 @@ class Batch:
         return len(self.sequences)
 
 
-class Step:
+class Step(Bound):
     """One step. See the module for its life."""
 
-    __slots__ = ("__weakref__", "_cache", "_ended", "_settled", "batch", "number")
+    __slots__ = ("__weakref__", "_cache", "_life", "_settled", "batch", "number")
 
     def __init__(self, cache: KVCache, number: int) -> None:
         self._cache = cache
         self._settled = False
-        self._ended = False
+        self._life = _Life(number)
         self.number = number
         self.batch: Batch | None = None
 
@@ -329,6 +360,7 @@ class Step:
             query_lens = np.diff(starts)
         lens = None if query_lens is None else _int32("query_lens", query_lens)
         new = None if new_tokens is None else _int32("new_tokens", new_tokens)
+        cache._pay()
         buffers = cache._take_buffers(self.number)
         try:
             copies = cache.mmu.prepare(
@@ -337,22 +369,34 @@ class Step:
         except BaseException:
             cache._return_buffers(buffers)
             raise
-        self.batch = Batch(cache, buffers, ids, copies)
+        self.batch = Batch(cache, self._life, buffers, ids, copies)
         if not defer_copies:
             self.batch.run_copies()
         return self.batch
 
     def written(self) -> None:
         """All that the step scheduled is written, or queued ahead of whatever reads it."""
+        self._check_unsettled()
         self._cache.mmu.written(self.number)
         self._settled = True
 
     def cancel(self) -> None:
-        """Takes the step back: lengths as before, nothing published."""
+        """Takes the step back: lengths as before, nothing published.
+
+        Raises:
+            InvalidStep: it is settled, or sequences have gone on since: cancel newer steps first,
+                and truncate what was appended behind. It stays in flight then.
+        """
+        self._check_unsettled()
+        self._cache.mmu.cancel(self.number)
+        self._settled = self._life.cancelled = True
         if self.batch is not None:
             self.batch.run_copies()  # what was copied on write stays where it is now
-        self._cache.mmu.cancel(self.number)
-        self._settled = True
+
+    def _check_unsettled(self) -> None:
+        if self._settled:
+            what = "cancelled" if self._life.cancelled else "written"
+            raise InvalidStep(f"step {self.number}: is {what} already", step=self.number)
 
     def __enter__(self) -> Step:
         return self
@@ -364,9 +408,23 @@ class Step:
         trace: TracebackType | None,
     ) -> None:
         if not self._settled:
-            self.written() if kind is None else self.cancel()
-        if not self._ended:  # with an event, perhaps, that is not over
+            if error is None:
+                self.written()
+            else:
+                try:
+                    self.cancel()
+                except Exception as failed:  # the caller's exception is the one that matters
+                    error.add_note(f"{self!r} was not taken back cleanly: {failed}")
+        if self._settled and not self._life.ended:  # with an event, perhaps, that is not over
             self._cache.end_step(self)
+
+    def __del__(self) -> None:
+        life = getattr(self, "_life", None)
+        if life is not None and not life.ended:
+            if self.batch is None or self._settled:
+                self._cache._dropped_steps.append(self.number)
+            else:
+                _log.warning("%r was dropped unsettled: what it fences stays fenced", self)
 
     def __repr__(self) -> str:
         return f"Step({self.number})"
@@ -386,7 +444,7 @@ def _ids(cache: KVCache, sequences: Iterable[Sequence] | Int64s) -> Int64s:
     return np.array(ids, dtype=np.int64)
 
 
-class KVCache:
+class KVCache(Bound):
     """A KV cache over torch tensors.
 
     ``KVCache(...)`` allocates, :meth:`attach` adopts an engine's tensors.
@@ -404,8 +462,10 @@ class KVCache:
         steps_in_flight: steps that may be in flight at once; there are as many sets of tables and
             one more.
         buffers: own sets of tables (mappings of ``block_table``, ``seq_lens``, ``slot_mapping``,
-            ``query_start_loc``, NumPy or CPU torch), ``steps_in_flight + 1`` of them.
-        auto_compact: compact when a step begins, under the budget.
+            ``query_start_loc``, NumPy or CPU torch), ``steps_in_flight + 1`` of them, none of
+            which overlap. Only kvmmu writes them: rows that have not changed are not written again.
+        auto_compact: compact when a step begins and none is in flight, under the budget. (What a
+            step in flight still writes must not be copied before; see :meth:`compact`.)
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``budget_blocks``, ``max_sequences``, ``compaction_start``, ...).
 
@@ -510,6 +570,8 @@ class KVCache:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from 1")
+        if not isinstance(auto_compact, bool):
+            raise InvalidConfig(f"auto_compact = {auto_compact!r}: allowed is True or False")
         self.mmu = mmu
         self.layers = layers
         self.storage = Storage(layers.storage.regions, mmu.num_blocks, null_block=mmu.null_block)
@@ -525,6 +587,7 @@ class KVCache:
         self._in_flight: set[int] = set()
         self._ending: deque[tuple[int, Event]] = deque()
         self._dropped: deque[int] = deque()
+        self._dropped_steps: deque[int] = deque()
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -545,6 +608,7 @@ class KVCache:
         Raises:
             OutOfBlocks, OutOfTables, LimitExceeded, InvalidConfig.
         """
+        self._pay()
         self._drain()
         ids = _int32("tokens", tokens)
         return Sequence(self, self.mmu.open(ids, salt=salt, extra_keys=extra_keys))
@@ -559,7 +623,7 @@ class KVCache:
         """Begins a step. Between steps is when sequences that were dropped are closed, steps
         whose events are over end, and (with ``auto_compact``) blocks move."""
         self.poll()
-        if self.auto_compact:
+        if self.auto_compact and not self._in_flight:
             self.compact()
         number = self.mmu.begin_step()
         with self._lock:
@@ -568,9 +632,18 @@ class KVCache:
 
     def end_step(self, step: Step, event: Event | None = None) -> None:
         """The step is over: now, or (with ``event``) when the event is, as :meth:`poll` finds.
-        A step that was neither written nor cancelled counts as written. Once a step."""
-        if step._ended or step._cache is not self:
-            why = "has ended, or waits for its event" if step._ended else "is of another cache"
+
+        A step that was neither written nor cancelled counts as written. Once a step.
+        """
+        if event is not None and not (
+            callable(getattr(event, "query", None))
+            and callable(getattr(event, "synchronize", None))
+        ):
+            raise InvalidConfig(f"event = {event!r}: allowed is what has query and synchronize")
+        if step._cache is not self:
+            raise InvalidStep(f"step {step.number}: is of another cache", step=step.number)
+        if step._life.ended:
+            why = "has ended, or waits for its event"
             raise InvalidStep(f"step {step.number}: {why}", step=step.number)
         if not step._settled:
             step.written()
@@ -579,7 +652,17 @@ class KVCache:
         else:
             with self._lock:
                 self._ending.append((step.number, event))
-        step._ended = True
+        step._life.ended = True
+
+    def end_without_event(self, step: Step) -> None:
+        """Ends a step whose event will never be over. Only right when the device is known to be
+        done with it, or gone."""
+        with self._lock:
+            waiting = [entry for entry in self._ending if entry[0] == step.number]
+            if step._cache is not self or not waiting:
+                raise InvalidStep(f"step {step.number}: waits for no event", step=step.number)
+            self._ending.remove(waiting[0])
+        self._end(step.number)
 
     def poll(self) -> int:
         """Ends the steps whose events are over, oldest first, closes sequences that were dropped,
@@ -587,10 +670,10 @@ class KVCache:
         self._check_process()
         while True:
             with self._lock:
-                if not self._ending or not self._ending[0][1].query():
-                    break
-                number, _ = self._ending.popleft()
-            self._end(number)
+                head = self._ending[0] if self._ending else None
+            if head is None or not head[1].query():
+                break
+            self._pass(head)
         self._drain()
         if len(self._leases):
             self._leases.overdue()
@@ -603,13 +686,17 @@ class KVCache:
             with self._lock:
                 if not self._ending:
                     return
-                number, event = self._ending[0]
-            event.synchronize()  # if it raises, the step stays in flight
-            with self._lock:
-                if not self._ending or self._ending[0][0] != number:
-                    continue  # another thread has ended it
-                self._ending.popleft()
-            self._end(number)
+                head = self._ending[0]
+            head[1].synchronize()  # if it raises, the step stays in flight
+            self._pass(head)
+
+    def _pass(self, head: tuple[int, Event]) -> None:
+        """Ends the step whose event is over, unless another thread has."""
+        with self._lock:
+            if not self._ending or self._ending[0] is not head:
+                return
+            self._ending.popleft()
+        self._end(head[0])
 
     def _end(self, number: int) -> None:
         self._check_process()
@@ -627,6 +714,8 @@ class KVCache:
             self._rotation.give_back(buffers)
 
     def _drain(self) -> None:
+        while self._dropped_steps:
+            self._end(self._dropped_steps.popleft())
         while self._dropped:
             try:
                 self.mmu.close(self._dropped.popleft())
@@ -636,12 +725,18 @@ class KVCache:
     def _run_copies(self, copies: Int32s) -> None:
         """Runs copies on write, behind those that a mover has failed at before: they are owed until
         they are made, since their destinations are mapped already."""
+        self._check_process()
         with self._copying:
             if len(copies):
                 self._owed.append(copies)
             while self._owed:
                 self.mover.move(self._owed[0])
                 self._owed.popleft()
+
+    def _pay(self) -> None:
+        """Makes the copies that are owed, before a block of theirs can go to somebody else."""
+        if self._owed:
+            self._run_copies(_NO_COPIES)
 
     def _check_process(self) -> None:
         """After a fork another thread's lock may never be given back: the MMU says so first."""
@@ -656,10 +751,14 @@ class KVCache:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, batch: Batch) -> None:
         """Stores the KV of a step: k and v [T, heads, dim], in the order of its slots."""
+        if batch._cache is not self:
+            raise InvalidConfig("the batch is of another cache")
+        batch._check_live()
         self.layers.write(layer, k, v, batch.slot_mapping)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the KV of all scheduled tokens: (k, v), each [n, heads, dim]."""
+        self._check_handle(sequence)
         blocks = torch.from_numpy(self.mmu.block_table(sequence.id).astype(np.int64))
         return self.layers.gather(layer, blocks, sequence.num_scheduled)
 
@@ -672,7 +771,12 @@ class KVCache:
         Raises:
             InvalidConfig: the layout cannot (see docs/layouts.md).
         """
+        self._check_handle(sequence)
         return self.layers.views(layer, sequence.runs(), sequence.num_scheduled)
+
+    def _check_handle(self, sequence: Sequence) -> None:
+        if sequence._cache is not self:
+            raise InvalidConfig(f"{sequence!r} is of another cache")
 
     def compact(self) -> int:
         """One pass of compaction, if the trigger is on: at most the budget moves. Returns how many
@@ -682,6 +786,7 @@ class KVCache:
         queue them behind those instead: ``mmu.plan_compaction``, ``mmu.begin``, queue the copies of
         ``moves.pairs``, ``mmu.commit`` (examples/embed.py does).
         """
+        self._pay()
         return compact(self.mmu, self.mover)
 
     def overdue_leases(self) -> list[Lease]:

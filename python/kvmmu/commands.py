@@ -194,6 +194,9 @@ def _replay(
             _print(table(figures))
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
+        if figures["options"]["verify"] and figures["requests"] and not figures["verified_tokens"]:
+            _complain("check failed: nothing was verified, for no request was served")
+            raise typer.Exit(CHECK_FAILED)
         if figures["mismatches"] or figures["wasted_blocks"]:
             _complain(
                 f"check failed: {figures['mismatches']} mismatches, "

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
+from .bound import Bound
 from .errors import InvalidBlock, InvalidConfig, MissingExtra
 from .storage import Region, Storage, _integer
 
@@ -159,7 +160,7 @@ class _Half:
         return cls(logical, logical.view(_RAW[logical.element_size()]), flat)
 
 
-class Layers(Sequence[Layer]):
+class Layers(Bound, Sequence[Layer]):
     """K and V of every layer of one pool of blocks: made by :meth:`allocate` or :meth:`adopt`.
 
     A sequence of :class:`Layer`. Keeps its tensors alive, and nothing else does but ``storage``
@@ -483,12 +484,18 @@ class Layers(Sequence[Layer]):
         if len(where) == 0:
             return
         self._check_slots(where)
+        own = {half.raw.untyped_storage().data_ptr() for half in halves if half is not None}
         with torch.inference_mode():  # tensors of an engine may have been made in it
             pair = None
+            written = []
             for half, given in zip(halves, (k, v), strict=True):
                 if half is None or given is None:
                     continue
-                words = given.detach().view(half.raw.dtype)
+                # A source in the pool itself (a view of another sequence) is read before any write.
+                shared = given.untyped_storage().data_ptr() in own
+                words = (given.detach().clone() if shared else given.detach()).view(half.raw.dtype)
+                written.append((half, words))
+            for half, words in written:
                 if half.flat is not None:
                     half.flat.view(half.raw.dtype).index_copy_(0, where, words)
                 else:
@@ -970,6 +977,8 @@ def _check_given(name: str, half: _Half | None, given: object, tokens: int) -> N
             expected=expected,
         )
     _check_device(name, given.device)
+    if given.layout is not torch.strided or given.is_neg():
+        raise InvalidConfig(f"{name} is no plain strided tensor", argument=name)
 
 
 def _slots(slots: object) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._core import MMU
+from .bound import Bound
 from .errors import InvalidConfig
 
 __all__ = ["Lease", "LeaseBook"]
@@ -26,7 +27,7 @@ __all__ = ["Lease", "LeaseBook"]
 _log = logging.getLogger("kvmmu")
 
 
-class Lease:
+class Lease(Bound):
     """A hold on blocks. Ended by :meth:`done` or :meth:`cancel`, once.
 
     Attributes:
@@ -75,7 +76,7 @@ class Lease:
         return f"Lease({self.id}, sequence {self.sequence}, tokens {self.start} to {self.stop})"
 
 
-class LeaseBook:
+class LeaseBook(Bound):
     """The open leases of one MMU."""
 
     def __init__(self, mmu: MMU) -> None:
@@ -90,8 +91,13 @@ class LeaseBook:
         Raises:
             InvalidConfig: tokens that the sequence does not have, or a timeout that is not above 0.
         """
-        if timeout_s is not None and not timeout_s > 0:
-            raise InvalidConfig(f"timeout_s = {timeout_s}: allowed is above 0, or None")
+        if timeout_s is not None:
+            try:
+                timeout_s = float(timeout_s)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidConfig(f"timeout_s: {error}") from None
+            if not timeout_s > 0:
+                raise InvalidConfig(f"timeout_s = {timeout_s}: allowed is above 0, or None")
         number, blocks = self._mmu.lease(sequence, start, stop)
         lease = Lease(self, number, sequence, start, stop, blocks, timeout_s)
         with self._lock:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
+from .bound import Bound
 from .errors import InvalidBlock, InvalidConfig, InvalidPlan
 from .storage import Storage
 
@@ -41,7 +42,7 @@ class SupportsMove(Protocol):
         ...
 
 
-class CPUMover:
+class CPUMover(Bound):
     """Copies in host memory, with the interpreter lock released.
 
     The default, and the reference that other movers are tested against. Nothing else may write
@@ -87,7 +88,7 @@ class CPUMover:
         self._copied_bytes += len(checked) * self._storage.block_bytes
 
 
-class Mover:
+class Mover(Bound):
     """Applies moves to a storage, in the process that decides or in one without an MMU.
 
     Args:

@@ -62,6 +62,7 @@ _MAGIC = b"kvmr"
 _VERSION = 1
 _NO_EPOCH = 2**64 - 1
 _MAX_TEXT = 4096
+_MOST_AT_ONCE = 1000
 _MAX_QUERIES = 3
 """Queries a rank gets for one plan: enough for damage on the way, not a storm."""
 
@@ -285,7 +286,10 @@ class RankedCompaction:
             what is still pending.
         """
         with self._lock:
-            while (received := self._channel.receive(0.0)) is not None:
+            for _ in range(_MOST_AT_ONCE):  # a channel that never falls silent holds nobody up
+                received = self._channel.receive(0.0)
+                if received is None:
+                    break
                 self._take(*received)
             self._abort_if_answered()
             return self.pending
@@ -370,7 +374,7 @@ class RankedCompaction:
             received = self._channel.receive(max(left, 0.0))
             if received is not None:
                 self._take(*received)
-            elif left <= 0:
+            if left <= 0:
                 return
 
     def _take(self, rank: int, data: bytes | None) -> None:
@@ -398,6 +402,12 @@ class RankedCompaction:
             self._ignored += 1
             return
         epoch = pending.moves.epoch
+        if answer.number > self._number:  # nothing of that number was sent
+            self._ignored += 1
+            return
+        if answer.kind is _Kind.DONE and answer.number != pending.number:
+            self._ignored += 1
+            return
         if answer.number == pending.number and answer.epoch != epoch:
             self._ignored += 1
             return

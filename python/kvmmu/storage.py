@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .bound import Bound
 from .errors import InvalidConfig
 
 __all__ = ["Region", "Storage"]
@@ -25,7 +26,7 @@ _MAX_ADDRESS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Region(Bound):
     """The same piece of every block.
 
     Block ``b`` of the region is the ``block_bytes`` bytes at ``address + b * stride``.
@@ -50,7 +51,7 @@ class Region:
         return self.address + (self.num_blocks - 1) * self.stride + self.block_bytes
 
 
-class Storage:
+class Storage(Bound):
     """The regions that hold the KV of one pool of blocks.
 
     Args:
