@@ -1,7 +1,8 @@
 //! The order of eviction: a doubly linked list through block numbers, least recently used first.
 //!
-//! Blocks of one sequence are entered last block first, so a leaf is always evicted before its
-//! parent: whoever used the leaf used the parent as well, and entered it later.
+//! Blocks of one sequence are entered last block first, so a leaf stands before its parent: whoever
+//! used the leaf used the parent as well, and entered it later. A pin can hold a leaf longer than
+//! its parent; [`super::Index::leaf_of`] keeps the order of eviction right then.
 
 use crate::error::Result;
 use crate::sync::filled;
