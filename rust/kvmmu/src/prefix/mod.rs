@@ -28,6 +28,8 @@ use order::Order;
 pub(crate) use tokens::Tokens;
 
 const NONE: u32 = u32::MAX;
+/// Most blocks that a walk hashes ahead of its look-ups.
+const AHEAD: usize = 64;
 
 #[derive(Debug)]
 struct Node {
@@ -126,14 +128,28 @@ impl Index {
         }
         let (mut parent, mut hash) = (NONE, ROOT_HASH);
         let mut scratch = std::mem::take(&mut self.scratch);
-        for (index, tokens) in (0..).zip(tokens.chunks_exact(self.block_size)).take(limit) {
-            let key = keys.of(index);
-            hash = chain(hash, tokens, key.as_deref(), &mut scratch) & self.hash_mask;
-            match self.find(store, hash, parent, tokens, key.as_deref()) {
-                Some(node) => parent = node,
-                None => break,
+        let mut blocks = (0..).zip(tokens.chunks_exact(self.block_size)).take(limit);
+        // Hashes first, some blocks ahead: the look-ups then wait for memory side by side. Few ahead
+        // at the start, for most prompts that miss miss early.
+        let mut ahead = Vec::with_capacity(AHEAD);
+        'walk: loop {
+            let count = (2 * ahead.len()).clamp(1, AHEAD);
+            ahead.clear();
+            for (index, tokens) in blocks.by_ref().take(count) {
+                let key = keys.of(index);
+                hash = chain(hash, tokens, key.as_deref(), &mut scratch) & self.hash_mask;
+                ahead.push((hash, tokens, key));
             }
-            found.push(self.nodes[parent as usize].block);
+            if ahead.is_empty() {
+                break;
+            }
+            for (hash, tokens, key) in &ahead {
+                match self.find(store, *hash, parent, tokens, key.as_deref()) {
+                    Some(node) => parent = node,
+                    None => break 'walk,
+                }
+                found.push(self.nodes[parent as usize].block);
+            }
         }
         self.scratch = scratch;
         found
