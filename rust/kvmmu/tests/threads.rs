@@ -26,6 +26,12 @@ impl Random {
     }
 }
 
+/// Between two turns of whoever stops all others: a writer that takes its lock again at once would
+/// starve the readers, for the lock is not fair.
+fn rest() {
+    std::thread::sleep(std::time::Duration::from_micros(100));
+}
+
 struct World {
     mmu: Mmu,
     memory: Vec<AtomicU64>,
@@ -160,7 +166,7 @@ impl World {
                     .fetch_add(self.mmu.commit(&moves).unwrap() as usize, Ordering::Relaxed);
             }
             drop(_flip);
-            std::thread::yield_now();
+            rest();
         }
     }
 
@@ -175,6 +181,7 @@ impl World {
             self.mmu.evict(random.below(3) as u32);
             self.mmu.measure();
             self.mmu.validate(None).unwrap();
+            rest();
         }
     }
 }

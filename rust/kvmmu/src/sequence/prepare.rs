@@ -101,6 +101,9 @@ impl Mmu {
         }
         rows.pad_rows(ids.len(), buffers);
         rows.pad_slots(ids.len(), at, buffers);
+        // Sequences before steps: whoever finds the new entries finds their sequences free.
+        drop(batch);
+        drop(steps);
         Ok(copies)
     }
 
