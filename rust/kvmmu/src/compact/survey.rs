@@ -127,11 +127,15 @@ impl Mmu {
                 "ratio = {ratio}: allowed is 0 to 1"
             )));
         }
+        Ok(self.below(ratio, max_moves))
+    }
+
+    fn below(&self, ratio: f64, max_moves: u32) -> Plan {
         let (planned, cached) =
             self.survey(|snapshot, lru| plan::below(snapshot, ratio, max_moves, lru));
-        Ok(self.plan(Goal::Below(ratio), planned, &cached, |p| {
+        self.plan(Goal::Below(ratio), planned, &cached, |p| {
             p.predicted_ratio < ratio
-        }))
+        })
     }
 
     /// The default trigger: a plan of at most `budget_blocks` moves once the ratio over available
@@ -150,12 +154,7 @@ impl Mmu {
         if self.compacting.load(Ordering::Relaxed) == 0 {
             return None;
         }
-        let (stop, budget) = (self.config.compaction_stop, self.config.budget_blocks);
-        let (planned, cached) =
-            self.survey(|snapshot, lru| plan::below(snapshot, stop, budget, lru));
-        let plan = self.plan(Goal::Below(stop), planned, &cached, |p| {
-            p.predicted_ratio < stop
-        });
+        let plan = self.below(self.config.compaction_stop, self.config.budget_blocks);
         (!plan.pairs.is_empty()).then_some(plan)
     }
 
