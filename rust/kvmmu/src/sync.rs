@@ -6,6 +6,8 @@
 //! Locks are taken in this order, never the other way: gate, sequences, shared, steps. A lock is
 //! never held while bytes of KV are copied.
 
+use std::cell::Cell;
+
 use crate::error::{Error, Result};
 
 pub(crate) use behind::*;
@@ -39,16 +41,25 @@ mod behind {
 }
 
 thread_local! {
-    static NUMBER: usize = {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        // Relaxed: only the number itself matters.
-        NEXT.fetch_add(1, Ordering::Relaxed)
-    };
+    /// One more than the thread's number; 0 before it was asked for.
+    static NUMBER: Cell<usize> = const { Cell::new(0) };
 }
 
 /// A small number for each thread, in the order in which they first asked.
 pub(crate) fn thread_number() -> usize {
-    NUMBER.with(|&number| number)
+    match NUMBER.with(Cell::get) {
+        0 => new_thread_number(),
+        number => number - 1,
+    }
+}
+
+#[cold]
+fn new_thread_number() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    // Relaxed: only the number itself matters.
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    NUMBER.with(|cell| cell.set(number + 1));
+    number
 }
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.

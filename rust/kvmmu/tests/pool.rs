@@ -460,7 +460,7 @@ fn contend<const BITS: u32, const WORDS: usize>(placement: Placement, num_blocks
                         match blocks.len() {
                             1 => pool.release(blocks[0]).unwrap(),
                             n if n.is_power_of_two()
-                                && blocks[0] % n as u32 == 0
+                                && blocks[0].is_multiple_of(n as u32)
                                 && blocks.windows(2).all(|two| two[1] == two[0] + 1)
                                 && n.ilog2() <= Pool::<BITS, WORDS>::MAX_ORDER =>
                             {

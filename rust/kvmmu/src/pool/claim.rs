@@ -26,7 +26,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         while let Some(window) = seat.window() {
             // Relaxed: a hint of this thread's own.
             let lower = home.lower.load(Ordering::Relaxed);
-            if seat.credits() == 0 || seat.order() != 0 || lower <= window {
+            if seat.credits() == 0 || seat.order() != 0 || lower < window {
                 break;
             }
             match home.change(seat, seat.less(1)) {

@@ -11,7 +11,7 @@
 //!          15..0   credits    clear bits of that window which only holders of the seat may set
 //! wallet   63..32  version    changes with every deposit
 //!          31..0   credits    reserved from the pool, bound to no window
-//! lower    lowest window at or below home into which this thread released since (a hint)
+//! lower    lowest window below home into which this thread released since (a hint)
 //! page     no whole window is free below, as far as this thread knows (a hint)
 //! ```
 //!

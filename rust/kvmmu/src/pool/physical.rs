@@ -321,12 +321,12 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         if n == 0 {
             return;
         }
-        if n >= Self::WINDOW {
+        if n > 2 * Self::WINDOW {
             return self.put_total(n);
         }
         let has = home.put(n);
-        if has > 2 * Self::WINDOW {
-            self.put_total(home.withdraw_up_to(has - Self::WINDOW));
+        if has > 4 * Self::WINDOW {
+            self.put_total(home.withdraw_up_to(has - 2 * Self::WINDOW));
         }
     }
 
@@ -436,14 +436,29 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
     }
 
-    /// A window has become whole for this thread.
+    /// Cleared bits become credits: in the thread's seat if the window is its home, else in the
+    /// window's counter. Returns how many are still to be put where the total can see them.
+    pub(crate) fn credit(&self, home: &Home, window: u32, n: u32) -> u32 {
+        let mut seat = home.seat();
+        while seat.window() == Some(window) {
+            match home.change(seat, seat.more(n)) {
+                Ok(()) => return 0,
+                Err(seen) => seat = seen,
+            }
+        }
+        self.raise(window, n, 0);
+        self.lower_hints(home, window);
+        n
+    }
+
+    /// Something was released into a window: later claims of this thread may begin there.
     pub(crate) fn lower_hints(&self, home: &Home, window: u32) {
         // Relaxed: hints of this thread's own.
         if home.page.load(Ordering::Relaxed) > window {
             home.page.store(window, Ordering::Relaxed);
         }
         if let Some(mine) = home.seat().window()
-            && window <= mine
+            && window < mine
             && home.lower.load(Ordering::Relaxed) > window
         {
             home.lower.store(window, Ordering::Relaxed);

@@ -43,7 +43,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             let lower = home.lower.load(Ordering::Relaxed);
             if seat.credits() < n
                 || seat.order() > order
-                || lower <= window
+                || lower < window
                 || !self.is_in(window, zone)
             {
                 break;
