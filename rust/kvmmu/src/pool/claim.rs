@@ -158,8 +158,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     /// Turns a reservation of `n` blocks into `n` blocks, appended to `out`; ascending within a
-    /// window.
+    /// run or a window.
     pub(crate) fn take(&self, mut n: u32, zone: Zone, out: &mut Vec<u32>) {
+        if self.placement == Placement::AddressOrder && n > 1 {
+            n -= self.take_runs(n, zone, out);
+        }
         if let Some(scatter) = &self.scatter {
             while n > 0 && self.take_near(scatter.draw(self.span), out) {
                 n -= 1;
@@ -257,12 +260,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     pub(crate) fn set_many(&self, window: u32, mut n: u32, out: &mut Vec<u32>) {
         let first = window * Self::WINDOW;
         if n == Self::WINDOW {
-            // All credits of the window: nobody else may set or clear a bit of it, so it needs
-            // no exchange.
-            for line in &self.lines[Self::words_of(window)] {
-                // Release: pairs with the Acquire of whoever looks.
-                line.store(!0, Ordering::Release);
-            }
+            self.fill_window(window);
             return out.extend(first..first + Self::WINDOW);
         }
         while n > 0 {

@@ -8,7 +8,7 @@
 //! | `physical` | *empty or not*: lines, counters, credits; the invariants of the lock-free machine |
 //! | `claim`, `shape`, `give` | claims of any blocks, claims of blocks that lie together, releases |
 //! | `homes`, `counter`, `index` | layouts of the words; the hint sets |
-//! | `placement`, `fifo` | where new blocks are taken from |
+//! | `placement`, `batch`, `fifo` | where new blocks are taken from |
 //! | `word`, `states` | the state word of a block: references, states, owners |
 //! | `raw` | the public verbs, which check what they are given |
 //!
@@ -40,6 +40,7 @@
 //! its shared lock, and a private block's word belongs to its sequence; so a store suffices there.
 //! *Exchange*: the verbs of `raw`, which take no lock.
 
+mod batch;
 mod claim;
 mod counter;
 mod fifo;
