@@ -45,6 +45,21 @@ thread_local! {
     static NUMBER: Cell<usize> = const { Cell::new(0) };
 }
 
+/// Lets others get on: at first only the processor's other half, then the system's other threads.
+pub(crate) fn relax(round: u32) {
+    #[cfg(not(any(loom, shuttle)))]
+    if round < 64 {
+        std::hint::spin_loop();
+    } else {
+        std::thread::yield_now();
+    }
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(shuttle)]
+    shuttle::thread::yield_now();
+    let _ = round;
+}
+
 /// A small number for each thread, in the order in which they first asked.
 pub(crate) fn thread_number() -> usize {
     match NUMBER.with(Cell::get) {

@@ -46,6 +46,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             for zone in self.zones(Zone::Body) {
                 while let Some(window) = self.choose(zone.clone(), HOME) {
                     let most = count(self.counter(window)).max(1);
+                    // All but one of them are only on their way to the seat.
+                    let _hand = (most > 1).then(|| home.open_hand(most - 1));
                     let got = self.reserve_at_hand(home, most);
                     if got == 0 {
                         break;

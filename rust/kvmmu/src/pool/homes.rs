@@ -11,6 +11,8 @@
 //!          15..0   credits    clear bits of that window which only holders of the seat may set
 //! wallet   63..32  version    changes with every deposit
 //!          31..0   credits    reserved from the pool, bound to no window
+//! hand     63..32  version    changes each time the hand opens
+//!          31..0   credits    at most so many are on their way through this home's hand
 //! lower    lowest window below home into which this thread released since (a hint)
 //! page     no whole window is free below, as far as this thread knows (a hint)
 //! ```
@@ -94,12 +96,29 @@ impl Seat {
 pub(crate) struct Home {
     pub(crate) seat: AtomicU64,
     pub(crate) wallet: AtomicU64,
+    pub(crate) hand: AtomicU64,
     pub(crate) lower: AtomicU32,
     pub(crate) page: AtomicU32,
 }
 
+/// Credits on their way; they have arrived when this is dropped.
+pub(crate) struct Hand<'a> {
+    home: &'a Home,
+    n: u32,
+}
+
+impl Drop for Hand<'_> {
+    fn drop(&mut self) {
+        // AcqRel: Release pairs with the Acquire of whoever looks at the hands: what they held can
+        // be seen where it was put.
+        self.home
+            .hand
+            .fetch_sub(u64::from(self.n), Ordering::AcqRel);
+    }
+}
+
 /// A deposit of `n` credits, as what is added to a wallet.
-pub(crate) fn deposit(n: u32) -> u64 {
+fn deposit(n: u32) -> u64 {
     1 << 32 | u64::from(n)
 }
 
@@ -113,6 +132,7 @@ impl Home {
         Self {
             seat: AtomicU64::new(Seat::FREE.0),
             wallet: AtomicU64::new(0),
+            hand: AtomicU64::new(0),
             lower: AtomicU32::new(u32::MAX),
             page: AtomicU32::new(0),
         }
@@ -131,6 +151,13 @@ impl Home {
             .seat
             .compare_exchange(old.0, new.0, Ordering::AcqRel, Ordering::Acquire);
         done.map(|_| ()).map_err(Seat)
+    }
+
+    /// At most `n` credits are about to go through this home's hand.
+    pub(crate) fn open_hand(&self, n: u32) -> Hand<'_> {
+        // AcqRel: Acquire keeps the taking behind this; pairs with the looks at the hands.
+        self.hand.fetch_add(deposit(n), Ordering::AcqRel);
+        Hand { home: self, n }
     }
 
     /// Takes up to `n` credits out of the wallet.

@@ -36,7 +36,7 @@
 //!
 //! A claim takes effect when its reservation does (for a claim out of a seat: when the seat's
 //! credits fall), a release when its bits are cleared; a failed claim for want of blocks when the
-//! total is read the last time ([`Physical::reserve_all`] proves that nothing was elsewhere). A
+//! total is read the last time ([`Physical::reserve_all`] shows that nothing was elsewhere). A
 //! shape that is not found gives its reservation back: while it is being looked for, other claims
 //! may find that many blocks fewer.
 //!
@@ -59,7 +59,10 @@ use super::homes::{Home, MAX_WINDOWS, SEATS, Seat, credits};
 use super::index::Index;
 use super::placement::{End, Placement, Scatter, Zone};
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, AtomicU64, Ordering, collected, zeroed_u32};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, collected, relax, zeroed_u32};
+
+/// Looks of a claim at what other threads are just moving, before it is refused.
+const PATIENCE: u32 = if cfg!(any(loom, shuttle)) { 4 } else { 4096 };
 
 /// A number alone on its cache lines.
 #[derive(Debug)]
@@ -236,28 +239,45 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         &self.homes[..self.active.load(Ordering::Acquire) as usize]
     }
 
-    /// Takes the seat's window away from it: its credits go back to the window's counter. Returns
-    /// how many, which are then to be put where the total can see them, and the seat as it was left.
-    fn vacate(&self, home: &Home) -> (u32, Seat) {
+    /// Takes the seat's window away from it: its credits go back to the window's counter, and to
+    /// the total or to this home's wallet. Returns the seat as it was left.
+    fn vacate(&self, home: &Home, to_total: bool) -> Seat {
         let mut seat = home.seat();
         while let Some(window) = seat.window() {
+            let n = seat.credits();
+            let _hand = home.open_hand(n);
             let left = seat.left();
             match home.change(seat, left) {
                 Ok(()) => {
-                    let n = seat.credits();
                     self.raise(window, n, HOME);
-                    return (n, left);
+                    if to_total {
+                        self.put_total(n);
+                    } else {
+                        self.deposit(home, n);
+                    }
+                    return left;
                 }
                 Err(seen) => seat = seen,
             }
         }
-        (0, seat)
+        seat
     }
 
-    /// The thread gives its home window up.
+    /// A thread gives its home window up, or has it taken away.
     pub(crate) fn leave(&self, home: &Home) {
-        let (n, _) = self.vacate(home);
-        self.deposit(home, n);
+        self.vacate(home, false);
+    }
+
+    /// A home loses its window and its wallet to the total. Returns its seat and wallet then.
+    fn drain_one(&self, home: &Home) -> (Seat, u64) {
+        let seat = self.vacate(home, true);
+        // Acquire: pairs with `put`.
+        let wallet = home.wallet.load(Ordering::Acquire);
+        if credits(wallet) > 0 {
+            let _hand = home.open_hand(credits(wallet));
+            self.put_total(home.withdraw_up_to(credits(wallet)));
+        }
+        (seat, home.wallet.load(Ordering::Acquire))
     }
 
     /// All threads lose their home windows and wallets to the total. Returns whether there was any
@@ -266,8 +286,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let mut any = false;
         for home in self.active() {
             any |= home.seat().window().is_some();
-            let n = self.vacate(home).0 + home.withdraw_up_to(u32::MAX);
-            self.put_total(n);
+            self.drain_one(home);
         }
         any
     }
@@ -326,7 +345,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
         let has = home.put(n);
         if has > 4 * Self::WINDOW {
-            self.put_total(home.withdraw_up_to(has - 2 * Self::WINDOW));
+            let spare = has - 2 * Self::WINDOW;
+            let _hand = home.open_hand(spare);
+            self.put_total(home.withdraw_up_to(spare));
         }
     }
 
@@ -351,33 +372,41 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// As [`Physical::reserve`], with everything that the threads have for themselves.
     ///
-    /// Failing is linearisable: after all homes were drained the total was too small, and between
-    /// the two no home had risen (their versions say so). So at the moment when the total was read
-    /// there were no other credits. Threads that keep raising make this loop go round, each round
-    /// for a finished operation of theirs.
+    /// A refusal holds for the moment when the total was read: before and after it each home was
+    /// seen with the same empty seat, wallet and hand (their versions say that they did not change
+    /// in between), so there were no credits elsewhere. When hands are open that might hold what is
+    /// missing, this thread looks again; only if one of them stays open for [`PATIENCE`] rounds,
+    /// because its thread was stopped there, the claim is refused although there might have been
+    /// enough: no thread waits for another without end.
     fn reserve_all(&self, least: u32, most: u32) -> u32 {
-        let mut seen = [(0, 0); SEATS];
-        loop {
+        let mut seen = [(Seat(0), 0, 0); SEATS];
+        for round in 0.. {
             let homes = self.active();
             for (home, seen) in homes.iter().zip(&mut seen) {
-                let (n, seat) = self.vacate(home);
-                let n = n + home.withdraw_up_to(u32::MAX);
-                self.put_total(n);
-                // Acquire: pairs with `put`.
-                *seen = (seat.0, home.wallet.load(Ordering::Acquire));
+                let (seat, wallet) = self.drain_one(home);
+                // Acquire: pairs with the closing of the hand.
+                *seen = (seat, wallet, home.hand.load(Ordering::Acquire));
             }
             let got = self.draw(least, most);
             if got > 0 {
                 return got;
             }
-            let same = |(home, seen): (&Home, &(u64, u64))| {
-                (home.seat().0, home.wallet.load(Ordering::Acquire)) == *seen
-                    && credits(seen.1) == 0
-            };
-            if self.active().len() == homes.len() && homes.iter().zip(&seen).all(same) {
+            let mut same = self.active().len() == homes.len();
+            let mut hands = 0;
+            for (home, seen) in homes.iter().zip(&seen) {
+                let wallet = home.wallet.load(Ordering::Acquire);
+                let hand = home.hand.load(Ordering::Acquire);
+                same &= (home.seat(), wallet, hand) == *seen && credits(wallet) == 0;
+                hands += credits(hand);
+            }
+            if (same && hands == 0) || round == PATIENCE {
                 return 0;
             }
+            if hands > 0 {
+                relax(round);
+            }
         }
+        0
     }
 
     // -- credits of a window -----------------------------------------------------------------

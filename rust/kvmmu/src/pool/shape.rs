@@ -112,7 +112,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         };
         // The rest of the window's credits, as far as the pool has them.
-        let rest = self.reserve_at_hand(home, count(self.counter(window)));
+        let most = count(self.counter(window));
+        let _hand = home.open_hand(most);
+        let rest = self.reserve_at_hand(home, most);
         let got = self.lower(window, 1, rest, 0, HOME);
         self.deposit(home, rest - got);
         self.sit(home, window, order, got);
