@@ -62,13 +62,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// Takes runs of at least `length` (or all that is left) within some windows, the lowest first,
     /// until `n` blocks are taken or there are none; returns how many.
-    fn fill(
-        &self,
-        length: u32,
-        windows: &Range<u32>,
-        n: u32,
-        runs: &mut Vec<Range<u32>>,
-    ) -> u32 {
+    fn fill(&self, length: u32, windows: &Range<u32>, n: u32, runs: &mut Vec<Range<u32>>) -> u32 {
         let end = (windows.end * Self::WINDOW).min(self.span);
         let mut from = windows.start * Self::WINDOW;
         let mut left = n;
@@ -118,7 +112,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 End::Low => rest.start = window + 1,
                 End::High => rest.end = window,
             }
-            }
+        }
     }
 
     fn no_longer_whole(&self, run: &Range<u32>) {

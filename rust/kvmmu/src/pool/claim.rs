@@ -15,7 +15,7 @@
 use super::counter::{HOME, count};
 use super::homes::Home;
 use super::physical::Physical;
-use super::placement::{End, Placement, Zone};
+use super::placement::{End, Fit, Placement, Zone};
 use crate::sync::Ordering;
 use std::ops::Range;
 
@@ -71,7 +71,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         }
         let mut one = Vec::with_capacity(1);
-        self.take(1, Zone::Body, &mut one);
+        self.take(1, Zone::Body, Fit::Apart, &mut one);
         one.pop()
     }
 
@@ -161,8 +161,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// Turns a reservation of `n` blocks into `n` blocks, appended to `out`; ascending within a
     /// run or a window.
-    pub(crate) fn take(&self, mut n: u32, zone: Zone, out: &mut Vec<u32>) {
-        if self.placement == Placement::AddressOrder && n > 1 {
+    pub(crate) fn take(&self, mut n: u32, zone: Zone, fit: Fit, out: &mut Vec<u32>) {
+        if self.placement == Placement::AddressOrder && fit == Fit::Together && n > 1 {
             n -= self.take_runs(n, zone, out);
         }
         if let Some(scatter) = &self.scatter {

@@ -51,12 +51,22 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     /// As [`Physical::give`].
-    pub(crate) fn give_each(&self, home: &Home, groups: impl Iterator<Item = Group>) -> Option<u32> {
+    pub(crate) fn give_each(
+        &self,
+        home: &Home,
+        groups: impl Iterator<Item = Group>,
+    ) -> Option<u32> {
         let mut wrong = None;
         let mut sum = 0;
         // The window at hand, whether its blocks may be touched, and how many were cleared.
         let (mut window, mut free, mut n) = (u32::MAX, false, 0);
-        let done = |window, n| if n > 0 { self.credit(home, window, n) } else { 0 };
+        let done = |window, n| {
+            if n > 0 {
+                self.credit(home, window, n)
+            } else {
+                0
+            }
+        };
         for group in groups {
             let here = Self::window_of(group.first);
             if here != window {

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::give::Group;
 use super::physical::Physical;
-use super::{End, MAX_OWNER, Placement, Pool, State, Word, Zone};
+use super::{End, Fit, MAX_OWNER, Placement, Pool, State, Word, Zone};
 use crate::config::MAX_BLOCKS;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Ordering, lock};
@@ -126,7 +126,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// [`Error::OutOfBlocks`].
     pub fn claim_batch_in(&self, zone: Zone, n: u32, out: &mut Vec<u32>) -> Result<()> {
         self.reserved_for(n)?;
-        self.take_in(n, zone, out);
+        self.take(n, zone, Fit::Together, out);
         Ok(())
     }
 
@@ -136,10 +136,10 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// # Errors
     ///
     /// [`Error::OutOfBlocks`]; [`Error::LimitExceeded`] when `owner` is above [`MAX_OWNER`].
-    pub fn claim_for(&self, owner: u32, n: u32, out: &mut Vec<u32>) -> Result<()> {
+    pub fn claim_for(&self, zone: Zone, owner: u32, n: u32, out: &mut Vec<u32>) -> Result<()> {
         check_owner(owner)?;
         let first = out.len();
-        self.claim_batch(n, out)?;
+        self.claim_batch_in(zone, n, out)?;
         for &block in &out[first..] {
             self.set_word(block, Word::owned(owner));
         }
@@ -329,7 +329,11 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         {
             // Private or empty: the exchange on its line decides.
             let given = self.physical.give_one(self.home(), block);
-            return if given { Ok(()) } else { Err(invalid(block, "is not held")) };
+            return if given {
+                Ok(())
+            } else {
+                Err(invalid(block, "is not held"))
+            };
         }
         self.releasable(block).map_err(|why| invalid(block, why))?;
         self.drop_one(block).map_err(|why| invalid(block, why))
@@ -518,6 +522,16 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     }
 
     // -- looking -----------------------------------------------------------------------------
+
+    /// Blocks that can be handed out.
+    pub fn num_blocks(&self) -> u32 {
+        self.usable()
+    }
+
+    /// The block that is never handed out.
+    pub fn null_block(&self) -> u32 {
+        self.reserved.unwrap_or(self.physical.span)
+    }
 
     /// Windows that are wholly empty.
     pub fn free_windows(&self) -> u32 {

@@ -24,7 +24,7 @@ use std::ops::Range;
 use super::counter::{BUSY, COUNT, HOME, PAGE, barren, count};
 use super::homes::Home;
 use super::physical::Physical;
-use super::placement::Zone;
+use super::placement::{Fit, Zone};
 use crate::sync::Ordering;
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
@@ -549,7 +549,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 };
                 match first {
                     Some(first) => out.extend(first..first + piece),
-                    None => self.take(1, Zone::Body, out),
+                    None => self.take(1, Zone::Body, Fit::Apart, out),
                 }
                 rest -= piece;
             }
