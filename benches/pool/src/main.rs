@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! pool-bench [speed | stopped | fragmentation | threads | metadata ...] [--blocks N] [--seed S]
-//!            [--threads N] [--rounds N] [--window-us N] [--passes N] [--steps N] [--stops N]
+//!            [--threads N] [--rounds N] [--window-us N] [--warm-ms N] [--passes N] [--steps N] [--stops N]
 //! ```
 //!
 //! Prints one JSON object a line ([`report`]); `benches/pool.py` makes the table of it. What lives
@@ -28,8 +28,8 @@ use lexopt::prelude::*;
 
 use crate::workers::Effort;
 
-/// Blocks of LLFree's experiment, at most: 512 windows.
-const REPLACED_BLOCKS: u32 = 1 << 18;
+/// Blocks of LLFree's experiment, at most: 256 windows.
+const REPLACED_BLOCKS: u32 = 1 << 17;
 /// Blocks of the churn, at most.
 const CHURN_BLOCKS: u32 = 100_000;
 
@@ -40,6 +40,7 @@ struct Options {
     seed: u64,
     threads: usize,
     effort: Effort,
+    warm: Duration,
     passes: usize,
     steps: Option<usize>,
     stops: Option<usize>,
@@ -55,6 +56,7 @@ fn parse() -> Result<Options, lexopt::Error> {
             rounds: 31,
             window: Duration::from_millis(4),
         },
+        warm: Duration::from_secs(3),
         passes: 1000,
         steps: None,
         stops: None,
@@ -69,6 +71,7 @@ fn parse() -> Result<Options, lexopt::Error> {
             Long("window-us") => {
                 options.effort.window = Duration::from_micros(parser.value()?.parse()?);
             }
+            Long("warm-ms") => options.warm = Duration::from_millis(parser.value()?.parse()?),
             Long("passes") => options.passes = parser.value()?.parse()?,
             Long("steps") => options.steps = Some(parser.value()?.parse()?),
             Long("stops") => options.stops = Some(parser.value()?.parse()?),
@@ -90,6 +93,9 @@ fn measure(name: &str, options: &Options) -> Result<(), String> {
         effort,
         ..
     } = *options;
+    if matches!(name, "speed" | "threads" | "stopped") {
+        workers::warm(threads, options.warm);
+    }
     match name {
         "speed" => {
             let counts: Vec<usize> = (1..=threads.min(2)).collect();

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
@@ -66,6 +66,23 @@ impl Meeting {
             std::hint::spin_loop();
         }
     }
+}
+
+/// Keeps `threads` cores busy for a while: sleeping cores clock low and share a physical core.
+pub fn warm(threads: usize, time: Duration) {
+    let cpus = cpus();
+    thread::scope(|scope| {
+        for thread in 0..threads {
+            let cpus = &cpus;
+            scope.spawn(move || {
+                pin(thread, cpus);
+                let start = Instant::now();
+                while start.elapsed() < time {
+                    std::hint::spin_loop();
+                }
+            });
+        }
+    });
 }
 
 /// Runs every load once a round, in turn, on `threads` threads. For each load and part: the median
