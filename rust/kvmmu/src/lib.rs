@@ -64,7 +64,7 @@ mod validate;
 pub use compact::{Goal, Measure, Moves, Plan};
 pub use config::{Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES};
 pub use error::{Error, Result};
-pub use pool::{Placement, State, States};
+pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
 pub use prefix::Keys;
 pub use sequence::{Lease, Quote, RowBuffers, Rows, Tables, When};
 pub use state::{Mmu, SequenceInfo};

@@ -8,17 +8,78 @@
 
 use crate::error::{Error, Result};
 
-pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+pub(crate) use behind::*;
+
+/// The standard library.
+#[cfg(not(any(loom, shuttle)))]
+mod behind {
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use std::thread_local;
+}
+
+/// loom: every interleaving and every reading that the memory model allows, of small programs.
+#[cfg(loom)]
+mod behind {
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use loom::thread_local;
+    // Numbers of threads are not part of what is checked.
+    pub(crate) use std::sync::atomic::AtomicUsize;
+}
+
+/// shuttle: random schedules of larger programs, sequentially consistent.
+#[cfg(shuttle)]
+mod behind {
+    pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use shuttle::thread_local;
+    // Numbers of threads are not part of what is checked.
+    pub(crate) use std::sync::atomic::AtomicUsize;
+}
+
+thread_local! {
+    static NUMBER: usize = {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        // Relaxed: only the number itself matters.
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    };
+}
+
+/// A small number for each thread, in the order in which they first asked.
+pub(crate) fn thread_number() -> usize {
+    NUMBER.with(|&number| number)
+}
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.
+#[cfg(not(any(loom, shuttle)))]
 pub(crate) fn zeroed_u64(n: usize) -> Result<Box<[AtomicU64]>> {
     bytemuck::allocation::try_zeroed_slice_box(n).map_err(|()| no_memory(n, 8))
 }
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.
+#[cfg(not(any(loom, shuttle)))]
 pub(crate) fn zeroed_u32(n: usize) -> Result<Box<[AtomicU32]>> {
     bytemuck::allocation::try_zeroed_slice_box(n).map_err(|()| no_memory(n, 4))
+}
+
+/// `n` zeroed words, for a model checker.
+#[cfg(any(loom, shuttle))]
+pub(crate) fn zeroed_u64(n: usize) -> Result<Box<[AtomicU64]>> {
+    collected(n, |_| AtomicU64::new(0))
+}
+
+/// `n` zeroed words, for a model checker.
+#[cfg(any(loom, shuttle))]
+pub(crate) fn zeroed_u32(n: usize) -> Result<Box<[AtomicU32]>> {
+    collected(n, |_| AtomicU32::new(0))
+}
+
+/// `n` values, made from their numbers.
+pub(crate) fn collected<T>(n: usize, value: impl FnMut(usize) -> T) -> Result<Box<[T]>> {
+    let mut out = reserved(n)?;
+    out.extend((0..n).map(value));
+    Ok(out.into())
 }
 
 /// `n` copies of a value.

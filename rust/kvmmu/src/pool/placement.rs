@@ -1,19 +1,47 @@
-//! Where new blocks are taken from: one small choice that can be swapped.
+//! Where new blocks are taken from: small choices that can be swapped.
 //!
-//! A placement only says where a search starts; it never makes a claim fail.
+//! What lives here: the names of the choices, and the random one. What never lives here: claims; a
+//! placement says where a search starts and never makes a claim fail
+//! ([`super::claim`], `choose`).
 
 use crate::sync::{AtomicU64, Ordering};
 
 /// Where new blocks are taken from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// Lowest address first: exact with one thread.
+    /// Lowest address first: exact with one thread; with several, single blocks come from the
+    /// lowest window that no other thread has made its home.
     AddressOrder,
+    /// Of the next 64 windows with empty blocks the one with the fewest (as LLFree prefers windows
+    /// that are partly used: Wrenger et al., USENIX ATC 2023).
+    Fullest,
+    /// In the order of release, as vLLM's `BlockPool` does: for comparison, and for hosts that
+    /// expect its block numbers. Takes a lock, and 8 bytes more a block.
+    Fifo,
     /// Pseudo-random from a seed: the worst case, for tests.
     Scatter {
         /// Seed of the sequence of places.
         seed: u64,
     },
+}
+
+/// One end of the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Small addresses first.
+    Low,
+    /// The highest window first; ascending within it.
+    High,
+}
+
+/// A preference for one part of the pool. Soft: when nothing is left there, the other part serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Zone {
+    /// Everything below the anchor region.
+    Body,
+    /// The anchor region: the last share of the pool, for blocks that are expected to live long
+    /// and be shared, so that they do not pin holes elsewhere.
+    Anchor,
 }
 
 /// Draws the places of [`Placement::Scatter`] (SplitMix64: Steele, Lea, Flood, OOPSLA 2014).

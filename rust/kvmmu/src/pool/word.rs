@@ -5,9 +5,11 @@
 //!
 //! ```text
 //!  31..29  tag        0 in use (or empty: see below)  1 cached  2 fenced  3 destined  4 offline
-//!      28  published  the prefix index knows this block
+//!                     5 in use by one owner
+//!      28  published  an index of contents knows this block
 //!      27  moving     source of a move in flight
 //!  26..0   count      in use: references - 1 (a move in flight is one of them); else 0
+//!  28..0   owner      with tag 5
 //! ```
 //!
 //! The bit of the block in the pool's lines says `empty` or not; the word says the rest and is 0
@@ -36,12 +38,15 @@ const CACHED: u32 = 1 << TAG_SHIFT;
 const FENCED: u32 = 2 << TAG_SHIFT;
 const DESTINED: u32 = 3 << TAG_SHIFT;
 const OFFLINE: u32 = 4 << TAG_SHIFT;
+const OWNED: u32 = 5 << TAG_SHIFT;
 const PUBLISHED: u32 = 1 << 28;
 const MOVING: u32 = 1 << 27;
 const COUNT: u32 = MOVING - 1;
 
 /// Most references of one block.
 pub const MAX_REFERENCES: u32 = COUNT;
+/// Largest owner number.
+pub const MAX_OWNER: u32 = (1 << TAG_SHIFT) - 1;
 
 /// One state word, by value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,11 +57,23 @@ impl Word {
     pub(crate) const PRIVATE: Word = Word(0);
     pub(crate) const FENCED: Word = Word(FENCED);
     pub(crate) const DESTINED: Word = Word(DESTINED);
+    pub(crate) const OFFLINE: Word = Word(OFFLINE);
+    pub(crate) const CACHED: Word = Word(CACHED | PUBLISHED);
+
+    /// Held once, by the owner of this number, who alone can release it.
+    pub(crate) fn owned(owner: u32) -> Word {
+        debug_assert!(owner <= MAX_OWNER);
+        Word(OWNED | owner)
+    }
+
+    pub(crate) fn is_owned(self) -> bool {
+        self.0 & (7 << TAG_SHIFT) == OWNED
+    }
 
     /// State of a block whose line bit is set.
     pub(crate) fn state(self) -> State {
         match self.0 & (7 << TAG_SHIFT) {
-            0 => State::InUse,
+            0 | OWNED => State::InUse,
             CACHED => State::Cached,
             FENCED => State::Fenced,
             DESTINED => State::Destined,
@@ -66,16 +83,17 @@ impl Word {
     }
 
     pub(crate) fn is_published(self) -> bool {
-        self.0 & PUBLISHED != 0
+        self.0 & PUBLISHED != 0 && !self.is_owned()
     }
 
     pub(crate) fn is_moving(self) -> bool {
-        self.0 & MOVING != 0
+        self.0 & MOVING != 0 && !self.is_owned()
     }
 
     /// Mappings, pins and moves (0 unless in use; a cached block under a move has 1).
     pub(crate) fn references(self) -> u32 {
         match self.state() {
+            State::InUse if self.is_owned() => 1,
             State::InUse => (self.0 & COUNT) + 1,
             State::Cached => u32::from(self.is_moving()),
             _ => 0,
@@ -94,7 +112,9 @@ impl Word {
             State::Cached => Some(Word(
                 (self.0 & (PUBLISHED | MOVING)) + u32::from(self.is_moving()),
             )),
-            State::InUse if self.references() < MAX_REFERENCES => Some(Word(self.0 + 1)),
+            State::InUse if !self.is_owned() && self.references() < MAX_REFERENCES => {
+                Some(Word(self.0 + 1))
+            }
             _ => None,
         }
     }

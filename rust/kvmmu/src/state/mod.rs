@@ -28,7 +28,7 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::pool::{Pool, State, States, Word};
+use crate::pool::{End, Pool, State, States, Word};
 use crate::prefix::{Index, Tokens};
 use crate::stats::{Stats, StatsReading, count};
 use crate::sync::{
@@ -146,7 +146,7 @@ impl Mmu {
             .collect();
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::new(n, reserved, config.placement)?,
+            pool: Pool::build(n, reserved, config.placement, End::Low, 0.0)?,
             table: Table::new(config.table_nodes)?,
             reverse: Reverse::new(n)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,

@@ -1,0 +1,317 @@
+//! Claims of single blocks and of batches.
+//!
+//! What lives here: how credits become blocks when any blocks do. What never lives here: shapes
+//! ([`super::shape`]) and the choice between windows ([`super::placement`]).
+//!
+//! A single block comes from the thread's home window: its seat loses a credit (the claim's point
+//! of linearisation), then the lowest clear bit of the window is set. No other thread writes to
+//! either word, so threads do not meet. A thread without a home, or with a better window below,
+//! goes the slow way: leave, reserve, adopt. A batch reserves all its blocks from the total at
+//! once, then collects credits window by window and bits word by word.
+//!
+//! Both loops over bits end: whoever holds n credits of a window holds n of its clear bits, though
+//! it does not know which; each time round without a bit, another thread has set one.
+
+use super::counter::{HOME, count};
+use super::homes::Home;
+use super::physical::Physical;
+use super::placement::{End, Placement, Zone};
+use crate::sync::Ordering;
+use std::ops::Range;
+
+impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
+    /// Claims one block. `None`: there is no empty one.
+    pub(crate) fn claim_one(&self, home: &Home) -> Option<u32> {
+        let mut seat = home.seat();
+        while let Some(window) = seat.window() {
+            // Relaxed: a hint of this thread's own.
+            let lower = home.lower.load(Ordering::Relaxed);
+            if seat.credits() == 0 || seat.order() != 0 || lower <= window {
+                break;
+            }
+            match home.change(seat, seat.less(1)) {
+                Ok(()) => return Some(self.set_one(window)),
+                Err(seen) => seat = seen,
+            }
+        }
+        self.claim_one_slowly(home)
+    }
+
+    /// Leaves the home, finds another, and claims out of it.
+    #[cold]
+    fn claim_one_slowly(&self, home: &Home) -> Option<u32> {
+        self.leave(home);
+        home.lower.store(u32::MAX, Ordering::Relaxed);
+        if self.placement == Placement::AddressOrder || self.placement == Placement::Fullest {
+            for zone in self.zones(Zone::Body) {
+                while let Some(window) = self.choose(zone.clone(), HOME) {
+                    let most = count(self.counter(window)).max(1);
+                    let got = self.reserve_at_hand(home, most);
+                    if got == 0 {
+                        break;
+                    }
+                    // A single credit is not worth a home.
+                    let adopted = match got {
+                        1 => self.lower(window, 1, 1, HOME, 0) == 1,
+                        _ => self.adopt(home, window, 0, got),
+                    };
+                    if got == 1 && !adopted {
+                        self.deposit(home, 1);
+                    }
+                    if adopted {
+                        return Some(self.set_one(window));
+                    }
+                }
+            }
+        }
+        // Every window with credits is another thread's home, or there are no credits at hand.
+        if !self.reserve(home, 1) {
+            return None;
+        }
+        let mut one = Vec::with_capacity(1);
+        self.take(1, Zone::Body, &mut one);
+        one.pop()
+    }
+
+    /// With `reserved` blocks reserved: makes a window this thread's home, with all but one of the
+    /// credits that it can take, and keeps that one for the caller. What is not used of the
+    /// reservation goes back. False: the window was taken.
+    pub(crate) fn adopt(&self, home: &Home, window: u32, order: u32, reserved: u32) -> bool {
+        let got = self.lower(window, 1, reserved, HOME, HOME);
+        self.deposit(home, reserved - got);
+        if got == 0 {
+            return false;
+        }
+        self.sit(home, window, order, got - 1);
+        true
+    }
+
+    /// A window marked as a home, with credits taken from it, becomes the seat's; if another
+    /// thread of the same seat was faster, they go back.
+    pub(crate) fn sit(&self, home: &Home, window: u32, order: u32, n: u32) {
+        let seat = home.seat();
+        if seat.window().is_some() || home.change(seat, seat.taken(window, order, n)).is_err() {
+            self.raise(window, n, HOME);
+            self.deposit(home, n);
+        }
+    }
+
+    /// The next window with credits in a range, by the placement's choice. `skip`: counters with
+    /// these flags do not count.
+    pub(crate) fn choose(&self, range: Range<u32>, skip: u32) -> Option<u32> {
+        match (self.placement, self.small_from) {
+            (Placement::Fullest, _) => self.fullest(range, skip),
+            (_, End::Low) => self.first_open(range, skip),
+            (_, End::High) => self.last_open(range, skip),
+        }
+    }
+
+    /// The lowest window of a range with credits.
+    pub(crate) fn first_open(&self, mut range: Range<u32>, skip: u32) -> Option<u32> {
+        while let Some(window) = self.open.next(range.clone()) {
+            if self.has_credits(window, skip) {
+                return Some(window);
+            }
+            range.start = window + 1;
+        }
+        None
+    }
+
+    /// The highest window of a range with credits.
+    fn last_open(&self, mut range: Range<u32>, skip: u32) -> Option<u32> {
+        while let Some(window) = self.open.prev(range.clone()) {
+            if self.has_credits(window, skip) {
+                return Some(window);
+            }
+            range.end = window;
+        }
+        None
+    }
+
+    /// LLFree's choice: of the windows with credits the one with the fewest, among the next 64.
+    fn fullest(&self, mut range: Range<u32>, skip: u32) -> Option<u32> {
+        let mut best = None;
+        for _ in 0..64 {
+            let Some(window) = self.first_open(range.clone(), skip) else {
+                break;
+            };
+            let n = count(self.counter(window));
+            if n > 0 && best.is_none_or(|(least, _)| n < least) {
+                best = Some((n, window));
+            }
+            range.start = window + 1;
+        }
+        best.map(|(_, window)| window)
+    }
+
+    /// A look at one window; the open index learns if there is nothing.
+    fn has_credits(&self, window: u32, skip: u32) -> bool {
+        let word = self.counter(window);
+        if count(word) > 0 {
+            return word & skip == 0;
+        }
+        self.open.clear(window);
+        if count(self.counter_after(window)) > 0 {
+            self.open.set(window);
+        }
+        false
+    }
+
+    /// Turns a reservation of `n` blocks into `n` blocks, appended to `out`; ascending within a
+    /// window.
+    pub(crate) fn take(&self, mut n: u32, zone: Zone, out: &mut Vec<u32>) {
+        if let Some(scatter) = &self.scatter {
+            while n > 0 && self.take_near(scatter.draw(self.span), out) {
+                n -= 1;
+            }
+        } else {
+            for zone in self.zones(zone) {
+                let mut rest = zone;
+                while n > 0
+                    && let Some(window) = self.choose(rest.clone(), 0)
+                {
+                    n -= self.take_in(window, n, out);
+                    match (self.placement, self.small_from) {
+                        (Placement::Fullest, _) => {}
+                        (_, End::Low) => rest.start = window + 1,
+                        (_, End::High) => rest.end = window,
+                    }
+                }
+            }
+        }
+        // What the index does not show at this moment (another thread is between raising a counter
+        // and saying so), or what was raised behind us: the counters themselves have it.
+        while n > 0 {
+            for window in 0..self.windows() {
+                n -= self.take_in(window, n, out);
+                if n == 0 {
+                    break;
+                }
+            }
+        }
+    }
+
+    fn take_in(&self, window: u32, n: u32, out: &mut Vec<u32>) -> u32 {
+        let got = self.lower(window, 1, n, 0, 0);
+        self.set_many(window, got, out);
+        got
+    }
+
+    /// Claims the first empty block at or after `start`, within the first window that has one,
+    /// going round. False: no window shows credits.
+    fn take_near(&self, start: u32, out: &mut Vec<u32>) -> bool {
+        let first = Self::window_of(start);
+        loop {
+            let window = match self.first_open(first..self.windows(), 0) {
+                Some(window) => window,
+                None => match self.first_open(0..first, 0) {
+                    Some(window) => window,
+                    None => return false,
+                },
+            };
+            if self.lower(window, 1, 1, 0, 0) == 1 {
+                let from = if window == first { start } else { 0 };
+                out.push(self.set_one_from(window, from % Self::WINDOW));
+                return true;
+            }
+        }
+    }
+
+    /// With one credit of a window: sets its lowest clear bit.
+    pub(crate) fn set_one(&self, window: u32) -> u32 {
+        self.set_one_from(window, 0)
+    }
+
+    /// With one credit of a window: sets its lowest clear bit at or after `start`, going round.
+    fn set_one_from(&self, window: u32, start: u32) -> u32 {
+        let words = Self::words_of(window);
+        let mut at = words.start + (start / BITS) as usize;
+        let mut allowed = !0 << (start % BITS);
+        loop {
+            // Relaxed: the exchange decides.
+            let mut line = self.lines[at].load(Ordering::Relaxed);
+            while !line & allowed != 0 {
+                let clear = !line & allowed;
+                let bit = clear & clear.wrapping_neg();
+                // AcqRel: Acquire pairs with the Release that cleared the bit, so what the last
+                // owner did to the block is before what the next one does.
+                match self.lines[at].compare_exchange(
+                    line,
+                    line | bit,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => return at as u32 * BITS + bit.trailing_zeros(),
+                    Err(seen) => line = seen,
+                }
+            }
+            allowed = !0;
+            at += 1;
+            if at == words.end {
+                at = words.start;
+            }
+        }
+    }
+
+    /// With `n` credits of a window: sets its `n` lowest clear bits.
+    pub(crate) fn set_many(&self, window: u32, mut n: u32, out: &mut Vec<u32>) {
+        let first = window * Self::WINDOW;
+        if n == Self::WINDOW {
+            // All credits of the window: nobody else may set or clear a bit of it, so it needs
+            // no exchange.
+            for line in &self.lines[Self::words_of(window)] {
+                // Release: pairs with the Acquire of whoever looks.
+                line.store(!0, Ordering::Release);
+            }
+            return out.extend(first..first + Self::WINDOW);
+        }
+        while n > 0 {
+            for at in Self::words_of(window) {
+                // Relaxed: the exchange decides.
+                let mut line = self.lines[at].load(Ordering::Relaxed);
+                while line != !0 && n > 0 {
+                    let mask = lowest(!line, n);
+                    // AcqRel: as in `set_one_from`.
+                    match self.lines[at].compare_exchange(
+                        line,
+                        line | mask,
+                        Ordering::AcqRel,
+                        Ordering::Relaxed,
+                    ) {
+                        Ok(_) => {
+                            n -= mask.count_ones();
+                            append(at as u32 * BITS, mask, out);
+                            break;
+                        }
+                        Err(seen) => line = seen,
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The `n` lowest bits of a mask, or all.
+fn lowest(mask: u64, n: u32) -> u64 {
+    if mask.count_ones() <= n {
+        return mask;
+    }
+    let mut rest = mask;
+    for _ in 0..n {
+        rest &= rest - 1;
+    }
+    mask & !rest
+}
+
+/// Appends the blocks of a mask.
+fn append(first: u32, mut mask: u64, out: &mut Vec<u32>) {
+    let start = first + mask.trailing_zeros();
+    let length = mask.count_ones();
+    if mask >> mask.trailing_zeros() == u64::MAX >> (64 - length) {
+        return out.extend(start..start + length);
+    }
+    while mask != 0 {
+        out.push(first + mask.trailing_zeros());
+        mask &= mask - 1;
+    }
+}

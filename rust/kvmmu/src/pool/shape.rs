@@ -1,0 +1,531 @@
+//! Claims of blocks that lie together: aligned pages, whole windows, exact ranges, runs.
+//!
+//! What lives here: finding a shape and claiming it. What never lives here: the decision to have a
+//! shape.
+//!
+//! Every shape is claimed in the same order as a single block: reservation, credits of each window
+//! it touches, then bits. A search reads the lines without changing anything; only what looks free
+//! is tried, and what turns out to be taken is put back in the other order: own bits cleared, then
+//! credits raised. Since the credits were taken before the first bit, no other thread is owed one
+//! of the bits that are set and cleared again: this is where released allocators went wrong that
+//! set bits of several words first and counted later.
+//!
+//! **Barren windows.** A window in which a search for order k found nothing is taken out of the
+//! index of that order until something is released into it. The mark in the counter comes first,
+//! then another search, then the index, then the counter is read again (see [`super::index`]): a
+//! release that this search did not see sees the mark. Home windows are not marked, since their
+//! owner raises no counter; when the home is left, the counter is raised.
+//!
+//! **Whole windows** need one exchange: the credits of all blocks together are the right to write
+//! the lines without one.
+
+use std::ops::Range;
+
+use super::counter::{BUSY, COUNT, HOME, PAGE, barren, count};
+use super::homes::Home;
+use super::physical::Physical;
+use super::placement::Zone;
+use crate::sync::Ordering;
+
+impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
+    // -- aligned pages -----------------------------------------------------------------------
+
+    /// Claims 2^order aligned blocks and returns the first.
+    pub(crate) fn claim_page(&self, home: &Home, order: u32, zone: Zone) -> Option<u32> {
+        debug_assert!((1..=Self::HUGE).contains(&order));
+        if order == Self::HUGE {
+            return self.claim_window(home, zone);
+        }
+        let n = 1 << order;
+        let mut seat = home.seat();
+        while let Some(window) = seat.window() {
+            // Relaxed: a hint of this thread's own.
+            let lower = home.lower.load(Ordering::Relaxed);
+            if seat.credits() < n
+                || seat.order() > order
+                || lower <= window
+                || !self.is_in(window, zone)
+            {
+                break;
+            }
+            match home.change(seat, seat.less(n)) {
+                Ok(()) => {
+                    if let Some(first) = self.set_page(window, order) {
+                        return Some(first);
+                    }
+                    self.raise(window, n, 0);
+                    self.deposit(home, n);
+                    break;
+                }
+                Err(seen) => seat = seen,
+            }
+        }
+        self.claim_page_slowly(home, order, zone)
+    }
+
+    fn is_in(&self, window: u32, zone: Zone) -> bool {
+        self.zones(zone)[0].contains(&window)
+    }
+
+    #[cold]
+    fn claim_page_slowly(&self, home: &Home, order: u32, zone: Zone) -> Option<u32> {
+        let n = 1 << order;
+        self.leave(home);
+        home.lower.store(u32::MAX, Ordering::Relaxed);
+        if !self.reserve(home, n) {
+            return None;
+        }
+        for others in [false, true] {
+            // Homes of others are looked into last, after they were left.
+            if others && !self.drain() {
+                break;
+            }
+            for zone in self.zones(zone) {
+                let mut rest = zone;
+                while let Some(window) = self.may[order as usize - 1].next(rest.clone()) {
+                    if let Some(first) = self.page_in(home, window, order, others) {
+                        return Some(first);
+                    }
+                    rest.start = window + 1;
+                }
+            }
+        }
+        self.deposit(home, n);
+        None
+    }
+
+    /// With 2^order blocks reserved: claims a page of this window, which becomes home. Another
+    /// thread's home only if `others`.
+    fn page_in(&self, home: &Home, window: u32, order: u32, others: bool) -> Option<u32> {
+        let n = 1 << order;
+        if self.counter(window) & HOME != 0 && !(others && self.vacate_window(window)) {
+            return None;
+        }
+        if self.find_page(window, order).is_none() {
+            self.give_up_on(window, order)?;
+        }
+        if self.lower(window, n, n, HOME, HOME) == 0 {
+            return None;
+        }
+        let Some(first) = self.set_page(window, order) else {
+            self.raise(window, n, HOME);
+            return None;
+        };
+        // The rest of the window's credits, as far as the pool has them.
+        let rest = self.reserve_at_hand(home, count(self.counter(window)));
+        let got = self.lower(window, 1, rest, 0, HOME);
+        self.deposit(home, rest - got);
+        self.sit(home, window, order, got);
+        Some(first)
+    }
+
+    /// A search found no page of this order: the window leaves the order's index, unless a second
+    /// search, after the mark, finds one (then it is returned).
+    fn give_up_on(&self, window: u32, order: u32) -> Option<u32> {
+        let mark = barren(order);
+        let index = &self.may[order as usize - 1];
+        // AcqRel: Acquire pairs with `raise`: releases counted before this mark are seen below.
+        // Release: those counted after it see the mark.
+        let old = self.counters[window as usize].fetch_or(mark, Ordering::AcqRel);
+        let found = self.find_page(window, order);
+        if old & HOME != 0 || found.is_some() {
+            self.revive(window);
+            return found;
+        }
+        index.clear(window);
+        if self.counter_after(window) & mark == 0 {
+            index.set(window);
+        }
+        None
+    }
+
+    /// The lowest page of an order in a window that looks free.
+    pub(crate) fn find_page(&self, window: u32, order: u32) -> Option<u32> {
+        let words = Self::words_of(window);
+        // Acquire, both: pair with the release that cleared the bits.
+        if 1 << order < BITS {
+            for at in words {
+                let mut free = !self.lines[at].load(Ordering::Acquire);
+                for step in 0..order {
+                    free &= free >> (1 << step);
+                }
+                free &= every(1 << order);
+                if free != 0 {
+                    return Some(at as u32 * BITS + free.trailing_zeros());
+                }
+            }
+            return None;
+        }
+        let span = ((1 << order) / BITS) as usize;
+        let free = |at: usize| self.lines[at].load(Ordering::Acquire) == !Self::FULL;
+        words
+            .step_by(span)
+            .find(|&at| (at..at + span).all(free))
+            .map(|at| at as u32 * BITS)
+    }
+
+    /// With 2^order credits of a window: sets a page's bits. `None`: there is none.
+    fn set_page(&self, window: u32, order: u32) -> Option<u32> {
+        while let Some(first) = self.find_page(window, order) {
+            if self.set_range(first..first + (1 << order)) {
+                return Some(first);
+            }
+        }
+        None
+    }
+
+    /// With a credit a block: sets the bits of exactly these blocks, within one window, or none.
+    fn set_range(&self, range: Range<u32>) -> bool {
+        for (at, mask) in Self::masks(range.clone()) {
+            // Relaxed: the exchange decides.
+            let mut line = self.lines[at].load(Ordering::Relaxed);
+            loop {
+                if line & mask != 0 {
+                    // Own bits are cleared again; their credits are still held.
+                    for (before, mask) in Self::masks(range).take_while(|(word, _)| *word != at) {
+                        // AcqRel: hands on what the last owner of the blocks did.
+                        self.lines[before].fetch_and(!mask, Ordering::AcqRel);
+                    }
+                    return false;
+                }
+                // AcqRel: Acquire pairs with the Release that cleared the bits.
+                match self.lines[at].compare_exchange(
+                    line,
+                    line | mask,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => break,
+                    Err(seen) => line = seen,
+                }
+            }
+        }
+        true
+    }
+
+    /// Word and bits of each part of a range.
+    pub(crate) fn masks(range: Range<u32>) -> impl Iterator<Item = (usize, u64)> + Clone {
+        let (first, last) = (range.start / BITS, range.end.div_ceil(BITS));
+        (first..last).map(move |at| {
+            let from = range.start.max(at * BITS) - at * BITS;
+            let to = range.end.min((at + 1) * BITS) - at * BITS;
+            let below = if to == 64 { !0 } else { (1 << to) - 1 };
+            (at as usize, below & (!0 << from))
+        })
+    }
+
+    // -- whole windows -----------------------------------------------------------------------
+
+    fn claim_window(&self, home: &Home, zone: Zone) -> Option<u32> {
+        self.leave_if_whole(home);
+        if !self.reserve(home, Self::WINDOW) {
+            return None;
+        }
+        // Relaxed: a hint of this thread's own.
+        let hint = home.page.load(Ordering::Relaxed);
+        for zone in self.zones(zone) {
+            let start = zone.start.max(hint);
+            if let Some(window) = self.vacant_in(start..zone.end) {
+                if hint >= zone.start {
+                    home.page.store(window + 1, Ordering::Relaxed);
+                }
+                return Some(window * Self::WINDOW);
+            }
+            if let Some(window) = self.vacant_in(zone.start..start.min(zone.end)) {
+                return Some(window * Self::WINDOW);
+            }
+        }
+        // Other threads' homes may be whole.
+        self.drain();
+        for zone in self.zones(zone) {
+            if let Some(window) = self.vacant_in(zone) {
+                return Some(window * Self::WINDOW);
+            }
+        }
+        self.deposit(home, Self::WINDOW);
+        None
+    }
+
+    /// With a window reserved: claims the lowest whole one of a range.
+    fn vacant_in(&self, mut range: Range<u32>) -> Option<u32> {
+        while let Some(window) = self.vacant.next(range.clone()) {
+            if self.lower(window, Self::WINDOW, Self::WINDOW, HOME, PAGE) > 0 {
+                for line in &self.lines[Self::words_of(window)] {
+                    // Release: pairs with the Acquire of whoever looks. No exchange: see the
+                    // module.
+                    line.store(!0, Ordering::Release);
+                }
+                return Some(window);
+            }
+            self.vacant.clear(window);
+            if count(self.counter_after(window)) == Self::WINDOW {
+                self.vacant.set(window);
+            }
+            range.start = window + 1;
+        }
+        None
+    }
+
+    /// A home that is wholly empty serves as a page.
+    fn leave_if_whole(&self, home: &Home) {
+        let seat = home.seat();
+        if let Some(window) = seat.window()
+            && seat.credits() + count(self.counter(window)) == Self::WINDOW
+        {
+            self.leave(home);
+        }
+    }
+
+    /// Releases a window that was claimed whole and not touched since. False: it was not, and
+    /// nothing has changed.
+    pub(crate) fn release_window(&self, home: &Home, window: u32) -> bool {
+        let mut word = self.counter(window);
+        loop {
+            if word & (PAGE | BUSY) != PAGE || count(word) != 0 {
+                return false;
+            }
+            // AcqRel: pairs with the `split` of a second owner, of which one wins.
+            match self.counters[window as usize].compare_exchange(
+                word,
+                word & !PAGE | BUSY,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => break,
+                Err(seen) => word = seen,
+            }
+        }
+        for line in &self.lines[Self::words_of(window)] {
+            // Release: pairs with the Acquire of the next claim of these blocks.
+            line.store(!Self::FULL, Ordering::Release);
+        }
+        self.raise(window, Self::WINDOW, BUSY);
+        self.lower_hints(home, window);
+        self.deposit(home, Self::WINDOW);
+        true
+    }
+
+    // -- exact ranges and runs ---------------------------------------------------------------
+
+    /// Claims exactly these blocks if all of them are empty.
+    pub(crate) fn claim_range(&self, home: &Home, range: Range<u32>) -> bool {
+        let n = range.len() as u32;
+        if !self.looks_free(range.clone()) || !self.reserve(home, n) {
+            return false;
+        }
+        let done = self.take_range(range);
+        if !done {
+            self.deposit(home, n);
+        }
+        done
+    }
+
+    fn looks_free(&self, range: Range<u32>) -> bool {
+        // Acquire: pairs with the release that cleared the bits.
+        Self::masks(range).all(|(at, mask)| self.lines[at].load(Ordering::Acquire) & mask == 0)
+    }
+
+    /// With the blocks reserved: claims exactly them, or none.
+    pub(crate) fn take_range(&self, range: Range<u32>) -> bool {
+        let parts = |range: Range<u32>| {
+            let windows = range.start / Self::WINDOW..range.end.div_ceil(Self::WINDOW);
+            windows.map(move |window| {
+                let from = range.start.max(window * Self::WINDOW);
+                let to = range.end.min((window + 1) * Self::WINDOW);
+                (window, from..to)
+            })
+        };
+        for (window, part) in parts(range.clone()) {
+            let n = part.len() as u32;
+            let credited = self.lower_any(window, n);
+            if credited && self.set_range(part) {
+                continue;
+            }
+            if credited {
+                self.raise(window, n, 0);
+            }
+            for (before, part) in parts(range).take_while(|(w, _)| *w != window) {
+                for (at, mask) in Self::masks(part.clone()) {
+                    // AcqRel: hands on what the last owner of the blocks did.
+                    self.lines[at].fetch_and(!mask, Ordering::AcqRel);
+                }
+                self.raise(before, part.len() as u32, 0);
+            }
+            return false;
+        }
+        true
+    }
+
+    /// Takes `n` credits of a window, be it a home or not.
+    fn lower_any(&self, window: u32, n: u32) -> bool {
+        loop {
+            if self.lower(window, n, n, 0, 0) > 0 {
+                return true;
+            }
+            // If its owner is about to sit down or has just left, we do not wait for it.
+            if self.counter(window) & HOME == 0 || !self.vacate_window(window) {
+                return self.lower(window, n, n, 0, 0) > 0;
+            }
+        }
+    }
+
+    /// Takes a home window away from its thread. False: nobody sits in it.
+    fn vacate_window(&self, window: u32) -> bool {
+        let seat = |home: &&Home| home.seat().window() == Some(window);
+        let found = self.active().iter().find(seat);
+        found.inspect(|home| self.leave(home)).is_some()
+    }
+
+    /// Claims `n` consecutive blocks, the lowest that are found.
+    pub(crate) fn claim_run(&self, home: &Home, n: u32, zone: Zone) -> Option<u32> {
+        if !self.reserve(home, n) {
+            return None;
+        }
+        let found = self.take_run(n, zone);
+        if found.is_none() {
+            self.deposit(home, n);
+        }
+        found
+    }
+
+    /// With `n` blocks reserved: claims the lowest run of that length.
+    pub(crate) fn take_run(&self, n: u32, zone: Zone) -> Option<u32> {
+        let [first, second] = self.zones(zone);
+        // Last, a run that lies across the border of the two.
+        for zone in [first, second, 0..self.windows()] {
+            let end = (zone.end * Self::WINDOW).min(self.span);
+            let mut from = zone.start * Self::WINDOW;
+            while let Some(first) = self.find_run(n, from..end) {
+                if self.take_range(first..first + n) {
+                    return Some(first);
+                }
+                // Taken meanwhile, or credits that are on their way: on behind it.
+                from = first + 1;
+            }
+        }
+        None
+    }
+
+    /// The lowest run of `n` blocks in a range that looks free. Windows without an aligned page of
+    /// half the length cannot hold the middle of one and are left out by their index.
+    pub(crate) fn find_run(&self, n: u32, range: Range<u32>) -> Option<u32> {
+        let order = n.div_ceil(2).ilog2().min(Self::HUGE);
+        let windows = |from: u32| from / Self::WINDOW..range.end.div_ceil(Self::WINDOW);
+        let mut from = range.start;
+        loop {
+            let window = self.candidate(order, windows(from))?;
+            let begin = (window * Self::WINDOW).max(range.start);
+            let start = self.run_start(begin.max(from), range.start.max(begin.saturating_sub(n)));
+            let end = ((window + 1) * Self::WINDOW).min(range.end);
+            match self.run_from(start, end, n, range.end) {
+                Some(first) => return Some(first),
+                None => from = end,
+            }
+            if from >= range.end {
+                return None;
+            }
+        }
+    }
+
+    /// The next window that may have an aligned page of an order. Homes are candidates always:
+    /// their indices may be old.
+    fn candidate(&self, order: u32, range: Range<u32>) -> Option<u32> {
+        let index = match order {
+            0 => &self.open,
+            order if order == Self::HUGE => &self.vacant,
+            order => &self.may[order as usize - 1],
+        };
+        let homes = self.active().iter().filter_map(|home| home.seat().window());
+        let seated = homes.filter(|window| range.contains(window)).min();
+        index.next(range.clone()).into_iter().chain(seated).min()
+    }
+
+    /// Where the free run that reaches `at` from below begins, not below `least`.
+    fn run_start(&self, at: u32, least: u32) -> u32 {
+        let mut start = at;
+        while start > least {
+            let (word, _) = Self::place(start - 1);
+            let below = start - word as u32 * BITS;
+            // Acquire: pairs with the release that cleared the bits.
+            let line = self.lines[word].load(Ordering::Acquire) << (64 - below);
+            let free = line.leading_zeros().min(below);
+            start -= free;
+            if free < below {
+                break;
+            }
+        }
+        start.max(least)
+    }
+
+    /// The first run of `n` free blocks that begins in `start .. end`; it may reach up to `most`.
+    fn run_from(&self, start: u32, end: u32, n: u32, most: u32) -> Option<u32> {
+        let mut at = start;
+        let mut first = start;
+        while first < end && first + n <= most {
+            // `first .. at` is free.
+            if at - first >= n {
+                return Some(first);
+            }
+            let (word, _) = Self::place(at);
+            let offset = at - word as u32 * BITS;
+            // Acquire: pairs with the release that cleared the bits.
+            let line = (self.lines[word].load(Ordering::Acquire) | !Self::FULL) >> offset;
+            let free = line.trailing_zeros().min(BITS - offset);
+            at += free;
+            if free < BITS - offset {
+                if at - first >= n {
+                    return Some(first);
+                }
+                at += (!(line >> free)).trailing_zeros().min(BITS - offset - free);
+                first = at;
+            }
+        }
+        None
+    }
+
+    /// Claims blocks in the shape of a peer's runs, in their order, or as near as it goes: a run
+    /// that is not to be had comes in the longest pieces that are.
+    pub(crate) fn claim_like(&self, home: &Home, lengths: &[u32], out: &mut Vec<u32>) -> bool {
+        let sum = lengths.iter().sum();
+        if !self.reserve(home, sum) {
+            return false;
+        }
+        // Longest that may still be there: what failed once is not looked for again.
+        let mut longest = u32::MAX;
+        for &length in lengths {
+            let mut rest = length;
+            while rest > 0 {
+                let mut piece = rest.min(longest);
+                let first = loop {
+                    if piece == 1 {
+                        break None;
+                    }
+                    if let Some(first) = self.take_run(piece, Zone::Body) {
+                        break Some(first);
+                    }
+                    longest = piece - 1;
+                    piece -= piece.div_ceil(8);
+                };
+                match first {
+                    Some(first) => out.extend(first..first + piece),
+                    None => self.take(1, Zone::Body, out),
+                }
+                rest -= piece;
+            }
+        }
+        true
+    }
+}
+
+/// A bit at every multiple of `step`, a power of two.
+fn every(step: u32) -> u64 {
+    let mut bits = 1;
+    let mut at = step;
+    while at < 64 {
+        bits |= bits << at;
+        at *= 2;
+    }
+    bits
+}
+
+const _: () = assert!(COUNT >= 512);

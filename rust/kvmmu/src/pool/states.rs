@@ -1,0 +1,219 @@
+//! The state words of all blocks, and the two indices beside them.
+//!
+//! What lives here: reading and changing words, the counts by state, the bitmaps that measuring
+//! and planning read. What never lives here: the layout of a word ([`super::word`]).
+
+use super::{Pool, State, Word};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Number of blocks in each state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct States {
+    /// Nobody's.
+    pub empty: u32,
+    /// Destinations of moves in flight.
+    pub destined: u32,
+    /// Referenced at least once.
+    pub in_use: u32,
+    /// Kept by the prefix index alone.
+    pub cached: u32,
+    /// Released, but a step in flight may still touch them.
+    pub fenced: u32,
+    /// Given back.
+    pub offline: u32,
+    /// `empty` + the cached ones that may be evicted now.
+    pub available: u32,
+}
+
+impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
+    /// The state word. 0 for an empty block as well: see [`Pool::is_empty`].
+    pub(crate) fn word(&self, block: u32) -> Word {
+        // Acquire: pairs with the Release in `set_word` and `change_word`.
+        Word(self.words[block as usize].load(Ordering::Acquire))
+    }
+
+    /// Replaces the word of a block that is not empty; the caller alone may (see the module).
+    pub(crate) fn set_word(&self, block: u32, word: Word) {
+        let cell = &self.words[block as usize];
+        let old = Word(cell.load(Ordering::Relaxed)).state();
+        // Release: pairs with the Acquire in `word`.
+        cell.store(word.0, Ordering::Release);
+        self.recount(old, word.state());
+    }
+
+    /// Replaces the word if it is still `old`; else tells what it is.
+    pub(crate) fn change_word(&self, block: u32, old: Word, new: Word) -> Result<(), Word> {
+        // AcqRel: pairs with `word` and with itself: what one holder did to the block is before
+        // what the next one does.
+        let done = self.words[block as usize].compare_exchange(
+            old.0,
+            new.0,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
+        done.map(|_| self.recount(old.state(), new.state()))
+            .map_err(Word)
+    }
+
+    fn recount(&self, old: State, new: State) {
+        if old != new {
+            // Relaxed, both: statistics, exact at quiescence.
+            if old != State::InUse {
+                self.counts[old as usize - 1].fetch_sub(1, Ordering::Relaxed);
+            }
+            if new != State::InUse {
+                self.counts[new as usize - 1].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    pub(crate) fn is_empty(&self, block: u32) -> bool {
+        self.physical.is_empty(block)
+    }
+
+    /// The state of a block of the pool.
+    pub(crate) fn state(&self, block: u32) -> State {
+        if self.is_empty(block) {
+            State::Empty
+        } else {
+            self.word(block).state()
+        }
+    }
+
+    pub(crate) fn num_evictable(&self) -> u32 {
+        self.num_evictable.load(Ordering::Relaxed)
+    }
+
+    /// Enters a block into the evictable index, or takes it out.
+    pub(crate) fn set_evictable(&self, block: u32, on: bool) {
+        if set_bit(&self.evictable, block, on) {
+            // Relaxed, both: as for the counts.
+            if on {
+                self.num_evictable.fetch_add(1, Ordering::Relaxed);
+            } else {
+                self.num_evictable.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Makes the evictable index say what the word says, for blocks whose words change without a
+    /// lock: whoever changed the word last comes here after that, and finds what others left.
+    pub(crate) fn index_evictable(&self, block: u32) {
+        loop {
+            let cached = |word: Word| word.state() == State::Cached;
+            let on = cached(self.word(block));
+            self.set_evictable(block, on);
+            if cached(self.word(block)) == on {
+                return;
+            }
+        }
+    }
+
+    pub(crate) fn is_evictable(&self, block: u32) -> bool {
+        // Relaxed: an index; whoever decides by it looks at the word again.
+        bit(&self.evictable, block, Ordering::Relaxed)
+    }
+
+    /// Enters a block into the stuck index, or takes it out.
+    pub(crate) fn set_stuck(&self, block: u32, on: bool) {
+        set_bit(&self.stuck, block, on);
+    }
+
+    pub(crate) fn is_stuck(&self, block: u32) -> bool {
+        // Relaxed: as in `is_evictable`.
+        bit(&self.stuck, block, Ordering::Relaxed)
+    }
+
+    /// Counts by state. Exact at quiescence.
+    pub fn states(&self) -> States {
+        // Relaxed: statistics.
+        let count = |state: State| self.counts[state as usize - 1].load(Ordering::Relaxed);
+        let empty = self.empty();
+        let (destined, cached) = (count(State::Destined), count(State::Cached));
+        let (fenced, offline) = (count(State::Fenced), count(State::Offline));
+        States {
+            empty,
+            destined,
+            in_use: self
+                .usable()
+                .saturating_sub(empty + destined + cached + fenced + offline),
+            cached,
+            fenced,
+            offline,
+            available: empty + self.num_evictable(),
+        }
+    }
+
+    /// Blocks that can be handed out.
+    pub(crate) fn usable(&self) -> u32 {
+        self.physical.span - u32::from(self.reserved.is_some())
+    }
+}
+
+/// Bitmaps of 64 blocks a word, whatever the geometry would be in a model checker.
+impl Pool {
+    /// Bits of the empty blocks.
+    pub(crate) fn empty_bits(&self) -> Vec<u64> {
+        let lines = self.lines();
+        lines.map(|line| !line).collect()
+    }
+
+    /// Bits of the empty and of the evictable blocks.
+    pub(crate) fn available_bits(&self) -> Vec<u64> {
+        let lines = self.lines().zip(&self.evictable);
+        lines
+            .map(|(line, ev)| !line | ev.load(Ordering::Relaxed))
+            .collect()
+    }
+
+    /// Bits of the evictable blocks.
+    pub(crate) fn evictable_bits(&self) -> Vec<u64> {
+        self.evictable
+            .iter()
+            .map(|ev| ev.load(Ordering::Relaxed))
+            .collect()
+    }
+
+    /// Bits of the blocks in use that are not stuck. (Cached blocks are evictable or stuck.)
+    pub(crate) fn movable_bits(&self) -> Vec<u64> {
+        let mut bits: Vec<u64> = (self.lines().zip(&self.evictable).zip(&self.stuck))
+            .map(|((line, ev), stuck)| {
+                line & !ev.load(Ordering::Relaxed) & !stuck.load(Ordering::Relaxed)
+            })
+            .collect();
+        let rest = self.physical.span % 64;
+        if rest != 0 {
+            *bits.last_mut().expect("a pool has at least one block") &= !(!0 << rest);
+        }
+        bits
+    }
+
+    /// The lines, as far as there are blocks.
+    fn lines(&self) -> impl Iterator<Item = u64> {
+        let words = self.physical.span.div_ceil(64) as usize;
+        // Acquire: pairs with the claim or release that changed the bit.
+        let load = |line: &AtomicU64| line.load(Ordering::Acquire);
+        self.physical.lines[..words].iter().map(load)
+    }
+}
+
+fn place(block: u32) -> (usize, u64) {
+    ((block / 64) as usize, 1 << (block % 64))
+}
+
+fn bit(bits: &[AtomicU64], block: u32, ordering: Ordering) -> bool {
+    let (at, bit) = place(block);
+    bits[at].load(ordering) & bit != 0
+}
+
+fn set_bit(bits: &[AtomicU64], block: u32, on: bool) -> bool {
+    let (at, bit) = place(block);
+    // AcqRel: in `index_evictable` the word is read again after this, and whoever changed it
+    // before comes here after us; elsewhere the caller has the shared lock.
+    let old = if on {
+        bits[at].fetch_or(bit, Ordering::AcqRel)
+    } else {
+        bits[at].fetch_and(!bit, Ordering::AcqRel)
+    };
+    (old & bit != 0) != on
+}
