@@ -196,6 +196,15 @@ def batches(figures: Figures, threads: Sequence[int]) -> Iterator[Row]:
                 )
 
 
+def published(figures: Figures) -> Iterator[Row]:
+    """One more reference of each block, and back: nobody else here counts references."""
+    for state in ("published and held", "published and cached"):
+        for part, word in (("claim", "retain"), ("release", "release")):
+            ours = figures.part(f"batch of {BATCH}, {state}", "batch", 1, part, OURS)
+            if ours is not None:
+                yield Row(f"batch of {BATCH}, {state}, {word}", "ns/block", ours, goal=Goal(2.5))
+
+
 def nearly_full(figures: Figures) -> Iterator[Row]:
     for pattern in ("repeat", "bulk"):
         ours = figures.pair(FULL, pattern, 1, OURS)
@@ -240,10 +249,15 @@ def fragmentation(figures: Figures, bench: Bench, seed: int) -> Iterator[Row]:
             continue
         pattern = "LLFree's experiment"
         possible = figures.part(measure, pattern, 1, "possible", OURS) or 0
-        by_part = figures.parts[measure, pattern, 1, OURS]
-        for part in (part for part in by_part if part.startswith("after")):
+        # The last figure beside everybody's, those on the way beside LLFree's; at the start all
+        # have the same blocks.
+        *on_the_way, last = [
+            part for part in figures.parts[measure, pattern, 1, OURS] if part.endswith("passes")
+        ]
+        for part in (*on_the_way, last):
             words = f"{measure}, {part}: free windows of {possible:.0f}"
-            yield from beside_placements(figures, measure, pattern, part, words, "windows", None)
+            found = beside_placements(figures, measure, pattern, part, words, "windows", None)
+            yield from (row for row in found if part == last or row.rival == LLFREE)
     possible = figures.part(CHURN, "churn", 1, "possible", OURS) or 0
     words = f"{CHURN}: free windows of {possible:.0f}"
     yield from beside_placements(figures, CHURN, "churn", "free windows", words, "windows", None)
@@ -319,6 +333,7 @@ def rows(bench: Bench, seed: int = 1) -> Iterator[Row]:
     yield from one_block(speed, threads)
     yield from pages(speed, threads)
     yield from batches(speed, threads)
+    yield from published(speed)
     yield from nearly_full(speed)
     if bench.two_cores:
         yield from stopped(run(program, "stopped", *seeded), bench)

@@ -27,6 +27,10 @@ pub struct Bulk<'a, A, U>(&'a A, usize, PhantomData<U>);
 /// Claims `count` by one call and releases them by one call. Two parts: a block each way.
 pub struct Batch<'a, A>(pub &'a A, pub u32);
 
+/// Takes one more reference of each block by one call and gives it back by one call: what a prefix
+/// that is found again costs. Two parts: a block each way.
+pub struct Shared<'a>(pub &'a kvmmu::pool::Pool, pub Vec<u32>);
+
 /// Adds to a word that no other thread knows: what a second thread costs on this machine. One part.
 pub struct PrivateLoop;
 
@@ -88,6 +92,18 @@ impl<A: Allocator> Load for Batch<'_, A> {
             let claimed = Instant::now();
             self.0.release_batch(thread, black_box(&held));
             (claimed - start, claimed.elapsed())
+        })
+    }
+}
+
+impl Load for Shared<'_> {
+    fn run(&self, _thread: usize, window: Duration) -> Vec<f64> {
+        halves(window, self.1.len() as u64, || {
+            let start = Instant::now();
+            self.0.retain(&self.1).expect("blocks that are published");
+            let retained = Instant::now();
+            (self.0.release_batch(&self.1)).expect("references that were just taken");
+            (retained - start, retained.elapsed())
         })
     }
 }

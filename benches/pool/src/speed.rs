@@ -1,8 +1,9 @@
 //! How long a claim and a release take: one block, a page, a batch; by one thread and by several.
 
 use crate::allocator::{Block, Page, fill, scatter};
-use crate::contenders::Contenders;
-use crate::loads::{Batch, Bulk, PrivateLoop, Repeat};
+use crate::contenders::{Contenders, name};
+use crate::loads::{Batch, Bulk, PrivateLoop, Repeat, Shared};
+use crate::ours::Ours;
 use crate::report::Figure;
 use crate::workers::{Effort, Load, measure};
 use crate::{loads_of_all, loads_of_those_with_pages};
@@ -23,6 +24,7 @@ pub fn run(num_blocks: u32, threads: &[usize], seed: u64, effort: Effort) {
         pages(num_blocks, threads, effort);
         batches(num_blocks, threads, seed, effort);
     }
+    published(num_blocks, effort);
 }
 
 /// The yardstick for several threads: what they cost each other while they share nothing.
@@ -150,6 +152,27 @@ fn batches(num_blocks: u32, threads: usize, seed: u64, effort: Effort) {
         &batch,
         effort,
     );
+}
+
+/// Blocks that an index of contents knows: still held by somebody, and cached. Only ours counts
+/// references.
+fn published(num_blocks: u32, effort: Effort) {
+    let n = BATCH.min(num_blocks / 4);
+    for (state, cached) in [
+        ("published and held", false),
+        ("published and cached", true),
+    ] {
+        let Ours(pool) = Ours::new(num_blocks);
+        let mut blocks = Vec::new();
+        (pool.claim_batch(n, &mut blocks)).expect("a new pool has every block");
+        pool.publish(&blocks).expect("blocks in use");
+        if cached {
+            pool.release_batch(&blocks).expect("blocks in use");
+        }
+        let load: Named = vec![(name::OURS, Box::new(Shared(&pool, blocks)))];
+        let measure = format!("batch of {n}, {state}");
+        print(&measure, "batch", 1, &["claim", "release"], &load, effort);
+    }
 }
 
 fn print(of: &str, pattern: &str, threads: usize, parts: &[&str], named: &Named, effort: Effort) {

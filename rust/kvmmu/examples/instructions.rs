@@ -22,7 +22,7 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Half full: the lower half was claimed, then every second block of it given back in turn.
 fn used_pool() -> Result<Pool, Box<dyn std::error::Error>> {
-    let pool = Pool::new(&PoolConfig::new(BLOCKS))?;
+    let pool: Pool = Pool::new(&PoolConfig::new(BLOCKS))?;
     let mut held = Vec::new();
     pool.claim_batch(BLOCKS / 2, &mut held)?;
     for block in held.iter().step_by(2) {
@@ -41,7 +41,7 @@ fn one_block(times: u32) -> Outcome {
 }
 
 fn batch(times: u32) -> Outcome {
-    let pool = Pool::new(&PoolConfig::new(BLOCKS))?;
+    let pool: Pool = Pool::new(&PoolConfig::new(BLOCKS))?;
     let mut held = Vec::with_capacity(BATCH as usize);
     for _ in 0..times {
         held.clear();
