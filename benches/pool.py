@@ -230,7 +230,7 @@ def stopped(figures: Figures, bench: Bench) -> Iterator[Row]:
     if held_up is not None:
         words = f"{STOPPED}: stops that held it up"
         for rival in RIVALS:
-            # Of 100. A hypervisor that takes the core away looks like a wait; locks come to 25 or more.
+            # Of 100. A hypervisor that takes the core away looks like a wait; locks come to 25.
             goal = Goal(5) if rival == LLFREE else None
             yield Row(words, "stops", held_up, rival, of(rival, "held up"), goal)
         bench.note(
