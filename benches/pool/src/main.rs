@@ -53,8 +53,8 @@ fn parse() -> Result<Options, lexopt::Error> {
         seed: 1,
         threads: 2,
         effort: Effort {
-            rounds: 31,
-            window: Duration::from_millis(4),
+            rounds: 61,
+            window: Duration::from_millis(1),
         },
         warm: Duration::from_secs(3),
         passes: 1000,
