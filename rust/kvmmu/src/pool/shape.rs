@@ -427,6 +427,13 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// The lowest run of `n` blocks in a range that looks free. Windows without an aligned page of
     /// half the length cannot hold the middle of one and are left out by their index.
     pub(crate) fn find_run(&self, n: u32, range: Range<u32>) -> Option<u32> {
+        let mut looks = u32::MAX;
+        self.find_run_near(n, range, &mut looks)
+    }
+
+    /// As [`Physical::find_run`], but gives up after looking into so many windows in vain; those
+    /// that leave the index of their order do not count.
+    pub(crate) fn find_run_near(&self, n: u32, range: Range<u32>, looks: &mut u32) -> Option<u32> {
         let order = n.div_ceil(2).ilog2().min(Self::HUGE);
         let windows = |from: u32| from / Self::WINDOW..range.end.div_ceil(Self::WINDOW);
         let mut from = range.start;
@@ -444,6 +451,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 && self.find_page(window, order).is_none()
             {
                 self.give_up_on(window, order);
+            } else {
+                // Pages but no run: the next search comes here again.
+                *looks = looks.checked_sub(1)?;
             }
             if from >= range.end {
                 return None;
