@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 mod convert;
 mod copy;
 mod errors;
+mod kernels;
 mod mmu;
 mod tables;
 mod values;
@@ -18,6 +19,8 @@ mod _core {
 
     #[pymodule_export]
     use super::copy::{copy_blocks, cpu_features};
+    #[pymodule_export]
+    use super::kernels::{kernel_names, kernel_source};
     #[pymodule_export]
     use super::mmu::{_after_fork, MMU};
     #[pymodule_export]
