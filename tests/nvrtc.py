@@ -3,8 +3,8 @@
 What lives here: the compiler by ctypes, and the disassembler as a program. What never lives here: a
 statement about what a kernel must look like, or a driver: neither tool needs one.
 
-By ctypes and not through CuPy: the two wheels are all that the gate then needs, and torch brings the
-first one along. CuPy is needed where there is a GPU, and only there.
+By ctypes and not through CuPy: the two wheels are all that the gate then needs, and torch brings
+the first one along. CuPy is needed where there is a GPU, and only there.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .compaction import compact, run_plan
     from .errors import (
         ConcurrentUse,
+        CUDAUnavailable,
         Fragmented,
         InternalError,
         InvalidBlock,
@@ -66,6 +67,7 @@ __all__ = [
     "MMU",
     "BlockTables",
     "CPUMover",
+    "CUDAUnavailable",
     "Channel",
     "ConcurrentUse",
     "Fragmented",

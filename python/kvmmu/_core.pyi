@@ -437,6 +437,7 @@ def copy_blocks(
 def _after_fork() -> None: ...
 def cpu_features() -> dict[str, Any]:
     """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""
+
 def kernel_names() -> tuple[str, ...]:
     """The CUDA kernels that are embedded; see :mod:`kvmmu.kernels`."""
 
