@@ -32,7 +32,9 @@ struct Region {
 };
 
 // The warps of a launch, numbered through. blockDim.x is a multiple of 32.
-__device__ inline u32 this_warp() { return blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes; }
+__device__ inline u32 this_warp() {
+    return blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+}
 __device__ inline u32 num_warps() { return gridDim.x * (blockDim.x / kLanes); }
 __device__ inline u32 this_lane() { return threadIdx.x % kLanes; }
 

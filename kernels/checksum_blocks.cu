@@ -17,12 +17,14 @@
 //   chunks_per_block  chunks of a block in all regions, below 2^31
 //   blocks            uint32 [num_blocks], device memory: ids, in any order, also repeated
 //   num_blocks        0 or more
-//   sums              uint64 [num_blocks], device memory, ZERO before the launch: sums[i] of blocks[i]
+//   sums              uint64 [num_blocks], device memory, ZERO before the launch; sums[i] is that of
+//                     blocks[i]
 //
 // Launch: grid (x, y), blocks of 32 .. 256 threads (a multiple of 32). y shares out the blocks, x the
 // chunks of each. No shared memory.
 //
-// The caller's duties. Ids are those of blocks that every region has. Nothing writes to them meanwhile.
+// The caller's duties. Ids are those of blocks that every region has. Nothing writes to those blocks
+// meanwhile.
 #include "blocks.cuh"
 
 __device__ inline u64 mix(u64 z) {
@@ -76,8 +78,8 @@ __device__ inline u64 sum_narrow(const char* from, u64 bytes, u64 position) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    checksum_blocks(const char* base, const Region* regions, u32 num_regions, u32 chunks_per_block, const u32* blocks,
-                    u32 num_blocks, u64* sums) {
+    checksum_blocks(const char* base, const Region* regions, u32 num_regions, u32 chunks_per_block,
+                    const u32* blocks, u32 num_blocks, u64* sums) {
     for (u32 i = blockIdx.y; i < num_blocks; i += gridDim.y) {
         u64 sum = 0;
         for (u32 chunk = this_warp(); chunk < chunks_per_block; chunk += num_warps()) {

@@ -13,7 +13,8 @@
 // Launch: any grid of x, blocks of 32 .. 256 threads (a multiple of 32). Warps take chunks in turn:
 // fewer thread blocks leave room for other kernels, more finish sooner. No shared memory.
 //
-// Alignment: each region says how wide its words are; all five widths are correct, 16 is the fast one.
+// Alignment: each region says how wide its words are. All five widths are correct, 16 is the fast
+// one.
 //
 // The caller's duties. Ids are those of blocks that every region has. No destination is another
 // destination or any source (a source may repeat): the order of the copies is undefined. The launch
@@ -30,7 +31,7 @@ struct Moves {
 static_assert(sizeof(Moves) + 32 <= 4096, "kernel arguments are limited to 4 KiB");
 
 extern "C" __global__ void __launch_bounds__(256)
-    move_blocks(char* base, const Region* regions, u32 num_regions, u32 chunks_per_block, u32 num_moves,
-                const __grid_constant__ Moves moves) {
+    move_blocks(char* base, const Region* regions, u32 num_regions, u32 chunks_per_block,
+                u32 num_moves, const __grid_constant__ Moves moves) {
     copy_moves(base, regions, num_regions, chunks_per_block, moves.pairs, num_moves);
 }

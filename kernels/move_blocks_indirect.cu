@@ -25,8 +25,8 @@
 #include "blocks.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    move_blocks_indirect(char* base, const Region* regions, u32 num_regions, u32 chunks_per_block, u32* buffer,
-                         u32 capacity, u32* refused) {
+    move_blocks_indirect(char* base, const Region* regions, u32 num_regions, u32 chunks_per_block,
+                         u32* buffer, u32 capacity, u32* refused) {
     const u32 count = buffer[0];
     if (count == 0) return;
     if (count <= capacity) {
