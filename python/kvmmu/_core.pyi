@@ -25,6 +25,8 @@ __all__ = [
     "build",
     "copy_blocks",
     "cpu_features",
+    "kernel_names",
+    "kernel_source",
 ]
 
 __version__: str
@@ -579,3 +581,13 @@ def copy_blocks(
 def _after_fork() -> None: ...
 def cpu_features() -> dict[str, Any]:
     """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""
+
+def kernel_names() -> tuple[str, ...]:
+    """The CUDA kernels that are embedded; see :mod:`kvmmu.kernels`."""
+
+def kernel_source(name: str) -> str:
+    """The CUDA C++ source of a kernel, with nothing left to include.
+
+    Raises:
+        InvalidConfig: there is no such kernel. Numbers: ``name``.
+    """
