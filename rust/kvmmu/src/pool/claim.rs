@@ -199,7 +199,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         }
         if runs > 0 && single > 0 {
-            out[start..].sort_unstable();
+            // Both parts ascend: the stable sort merges them.
+            out[start..].sort();
         }
     }
 

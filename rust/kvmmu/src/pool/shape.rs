@@ -143,24 +143,31 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// The lowest page of an order in a window that looks free.
     pub(crate) fn find_page(&self, window: u32, order: u32) -> Option<u32> {
-        let words = Self::words_of(window);
+        self.find_page_from(window * Self::WINDOW, window, order)
+    }
+
+    /// The lowest page of an order in a window that looks free and begins at or after `from`.
+    fn find_page_from(&self, from: u32, window: u32, order: u32) -> Option<u32> {
+        let words = (from / BITS) as usize..Self::words_of(window).end;
         // Acquire, both: pair with the release that cleared the bits.
         if 1 << order < BITS {
+            let mut ahead = !0 << (from % BITS);
             for at in words {
                 let mut free = !self.lines[at].load(Ordering::Acquire);
                 for step in 0..order {
                     free &= free >> (1 << step);
                 }
-                free &= every(1 << order);
+                free &= every(1 << order) & ahead;
                 if free != 0 {
                     return Some(at as u32 * BITS + free.trailing_zeros());
                 }
+                ahead = !0;
             }
             return None;
         }
         let span = ((1 << order) / BITS) as usize;
         let free = |at: usize| self.lines[at].load(Ordering::Acquire) == !Self::FULL;
-        words
+        (from.div_ceil(1 << order) as usize * span..words.end)
             .step_by(span)
             .find(|&at| (at..at + span).all(free))
             .map(|at| at as u32 * BITS)
@@ -437,28 +444,35 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let order = n.div_ceil(2).ilog2().min(Self::HUGE);
         let windows = |from: u32| from / Self::WINDOW..range.end.div_ceil(Self::WINDOW);
         let mut from = range.start;
-        loop {
+        while from < range.end {
             let window = self.candidate(order, windows(from))?;
-            let begin = (window * Self::WINDOW).max(range.start);
-            let start = self.run_start(begin.max(from), range.start.max(begin.saturating_sub(n)));
-            let end = ((window + 1) * Self::WINDOW).min(range.end);
-            match self.run_from(start, end, n, range.end) {
-                Some(first) => return Some(first),
-                None => from = end,
+            from = from.max(window * Self::WINDOW);
+            let mut any = false;
+            // Each run that is long enough has an aligned page of half its length inside.
+            while let Some(page) = self.find_page_from(from, window, order) {
+                any = true;
+                let least = range.start.max((page + 1).saturating_sub(n));
+                let first = self.run_start(page.max(least), least);
+                let length = self.run_length(first, n.min(range.end.saturating_sub(first)));
+                if length == n {
+                    return Some(first);
+                }
+                from = first.saturating_add(length).max(page + 1);
+                if from >= (window + 1) * Self::WINDOW {
+                    break;
+                }
             }
-            if (1..Self::HUGE).contains(&order)
-                && self.counter(window) & HOME == 0
-                && self.find_page(window, order).is_none()
-            {
-                self.give_up_on(window, order);
-            } else {
+            from = from.max((window + 1) * Self::WINDOW);
+            if any {
                 // Pages but no run: the next search comes here again.
                 *looks = looks.checked_sub(1)?;
-            }
-            if from >= range.end {
-                return None;
+            } else if (1..Self::HUGE).contains(&order) && self.counter(window) & HOME == 0 {
+                self.give_up_on(window, order);
+            } else if order == Self::HUGE {
+                self.recheck_vacant(window);
             }
         }
+        None
     }
 
     /// The next window that may have an aligned page of an order. Homes are candidates always:
@@ -506,32 +520,6 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         }
         n.min(most)
-    }
-
-    /// The first run of `n` free blocks that begins in `start .. end`; it may reach up to `most`.
-    fn run_from(&self, start: u32, end: u32, n: u32, most: u32) -> Option<u32> {
-        let mut at = start;
-        let mut first = start;
-        while first < end && first + n <= most {
-            // `first .. at` is free.
-            if at - first >= n {
-                return Some(first);
-            }
-            let (word, _) = Self::place(at);
-            let offset = at - word as u32 * BITS;
-            // Acquire: pairs with the release that cleared the bits.
-            let line = (self.lines[word].load(Ordering::Acquire) | !Self::FULL) >> offset;
-            let free = line.trailing_zeros().min(BITS - offset);
-            at += free;
-            if free < BITS - offset {
-                if at - first >= n {
-                    return Some(first);
-                }
-                at += (!(line >> free)).trailing_zeros().min(BITS - offset - free);
-                first = at;
-            }
-        }
-        None
     }
 
     /// Claims blocks in the shape of a peer's runs, in their order, or as near as it goes: a run
