@@ -466,6 +466,13 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
                 return Ok(());
             }
             if self.are_private(first, range.len()) {
+                if 1 << order < BITS {
+                    let (at, bit) = Physical::<BITS, WORDS>::place(first);
+                    let mask = ((1 << (1 << order)) - 1) * bit;
+                    if self.physical.give_word(self.home(), at, mask) {
+                        return Ok(());
+                    }
+                }
                 return self.release_private(Physical::<BITS, WORDS>::groups(range));
             }
         }

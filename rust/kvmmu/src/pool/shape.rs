@@ -128,7 +128,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let index = &self.may[order as usize - 1];
         // AcqRel: Acquire pairs with `raise`: releases counted before this mark are seen below.
         // Release: those counted after it see the mark.
-        let old = self.counters[window as usize].fetch_or(mark, Ordering::AcqRel);
+        let old = self.cell(window).fetch_or(mark, Ordering::AcqRel);
         let found = self.find_page(window, order);
         if old & HOME != 0 || found.is_some() {
             self.revive(window);
@@ -153,11 +153,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         if 1 << order < BITS {
             let mut ahead = !0 << (from % BITS);
             for at in words {
-                let mut free = !self.lines[at].load(Ordering::Acquire);
-                for step in 0..order {
-                    free &= free >> (1 << step);
-                }
-                free &= every(1 << order) & ahead;
+                let free = pages(self.lines[at].load(Ordering::Acquire), order) & ahead;
                 if free != 0 {
                     return Some(at as u32 * BITS + free.trailing_zeros());
                 }
@@ -175,9 +171,38 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// With 2^order credits of a window: sets a page's bits. `None`: there is none.
     fn set_page(&self, window: u32, order: u32) -> Option<u32> {
+        if 1 << order < BITS {
+            return self.set_page_of_a_word(window, order);
+        }
         while let Some(first) = self.find_page(window, order) {
             if self.set_range(first..first + (1 << order)) {
                 return Some(first);
+            }
+        }
+        None
+    }
+
+    fn set_page_of_a_word(&self, window: u32, order: u32) -> Option<u32> {
+        for at in Self::words_of(window) {
+            // Relaxed: the exchange decides.
+            let mut line = self.lines[at].load(Ordering::Relaxed);
+            loop {
+                let free = pages(line, order);
+                if free == 0 {
+                    break;
+                }
+                let first = free.trailing_zeros();
+                let mask = ((1 << (1 << order)) - 1) << first;
+                // AcqRel: Acquire pairs with the Release that cleared the bits.
+                match self.lines[at].compare_exchange(
+                    line,
+                    line | mask,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => return Some(at as u32 * BITS + first),
+                    Err(seen) => line = seen,
+                }
             }
         }
         None
@@ -306,7 +331,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 return false;
             }
             // AcqRel: pairs with the `split` of a second owner, of which one wins.
-            match self.counters[window as usize].compare_exchange(
+            match self.cell(window).compare_exchange(
                 word,
                 word & !PAGE | BUSY,
                 Ordering::AcqRel,
@@ -556,15 +581,22 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 }
 
-/// A bit at every multiple of `step`, a power of two.
-fn every(step: u32) -> u64 {
-    let mut bits = 1;
-    let mut at = step;
-    while at < 64 {
-        bits |= bits << at;
-        at *= 2;
+/// The first bits of the aligned pages of a word that are clear, for pages smaller than a word.
+fn pages(line: u64, order: u32) -> u64 {
+    /// A bit at every multiple of 2^order.
+    const ALIGNED: [u64; 6] = [
+        !0,
+        0x5555_5555_5555_5555,
+        0x1111_1111_1111_1111,
+        0x0101_0101_0101_0101,
+        0x0001_0001_0001_0001,
+        0x0000_0001_0000_0001,
+    ];
+    let mut free = !line;
+    for step in 0..order {
+        free &= free >> (1 << step);
     }
-    bits
+    free & ALIGNED[order as usize]
 }
 
 const _: () = assert!(COUNT >= 512);
