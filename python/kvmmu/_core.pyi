@@ -356,12 +356,15 @@ class Pool:
             OutOfBlocks.
         """
     def retain(self, blocks: npt.NDArray[np.int32]) -> None:
-        """One more reference for each block (int32 [k]); a cached one comes back into use. All or
-        none.
+        """One more reference for each block (int32 [k]), by somebody who holds it. All or none.
 
         Raises:
-            InvalidBlock: the first that is not held or cached, is owned, or is full.
+            InvalidBlock: the first that is not held, is owned, or is full.
         """
+    def revive(self, block: int) -> bool:
+        """One more reference of a published block, by somebody who found it in an index of
+        contents: in use or cached. Against an eviction at the same time exactly one wins. False if
+        it is not published (any more)."""
     def publish(self, blocks: npt.NDArray[np.int32]) -> None:
         """An index of contents knows these blocks (int32 [k]): with their last reference they become
         cached instead of empty. All or none.

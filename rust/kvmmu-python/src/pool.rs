@@ -159,6 +159,11 @@ impl Pool {
         self.call(py, |core| core.publish(self::blocks(array.slice())))
     }
 
+    fn revive(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<bool> {
+        let block = count(block, "block", 0)?;
+        self.get(py, |core| core.revive(block))
+    }
+
     fn evict(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<bool> {
         let block = count(block, "block", 0)?;
         self.get(py, |core| core.evict(block))

@@ -217,12 +217,11 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     // -- sharing -----------------------------------------------------------------------------
 
-    /// One more reference for each block; a cached one comes back into use (against an eviction at
-    /// the same time exactly one wins). All or none.
+    /// One more reference for each block, by somebody who holds it. All or none.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidBlock`] names the first block that is not held or cached, has
+    /// [`Error::InvalidBlock`] names the first block that is not held, has
     /// [`MAX_REFERENCES`](super::MAX_REFERENCES), or has an owner.
     pub fn retain(&self, blocks: &[u32]) -> Result<()> {
         for (done, &block) in blocks.iter().enumerate() {
@@ -241,27 +240,52 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         self.single(block)?;
         let mut word = self.word(block);
         loop {
-            let Some(more) = word.retained() else {
+            let more = word.retained().filter(|_| word.state() == State::InUse);
+            let Some(more) = more else {
                 return Err(match word.state() {
                     State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
                     State::InUse => "has all the references that it can have",
+                    State::Cached => "is cached, and not held",
                     _ => "is not held",
                 });
             };
             match self.change_word(block, word, more) {
-                Ok(()) => {
-                    if word.state() == State::Cached {
-                        self.index_evictable(block);
-                    }
-                    return Ok(());
-                }
+                Ok(()) => return Ok(()),
                 Err(seen) => word = seen,
             }
         }
     }
 
+    /// One more reference of a published block, by somebody who found it in an index of contents:
+    /// it may be in use or cached, and a cached one comes back into use. Against an eviction at the
+    /// same time exactly one wins. False: it is not published (any more), or has all the references
+    /// that it can have; nothing has changed.
+    ///
+    /// The number says nothing about the contents. An index that evicts takes the entry out first;
+    /// then whoever found the entry before and revives the block afterwards is told that it is gone.
+    pub fn revive(&self, block: u32) -> bool {
+        if self.held(block).is_err() {
+            return false;
+        }
+        let mut word = self.word(block);
+        while word.is_published()
+            && let Some(more) = word.retained()
+        {
+            match self.change_word(block, word, more) {
+                Ok(()) => {
+                    if word.state() == State::Cached {
+                        self.index_evictable(block);
+                    }
+                    return true;
+                }
+                Err(seen) => word = seen,
+            }
+        }
+        false
+    }
+
     /// An index of contents knows these blocks from now on: with their last reference they become
-    /// cached instead of empty, until they are retained or evicted. All or none.
+    /// cached instead of empty, until they are revived or evicted. All or none.
     ///
     /// # Errors
     ///
