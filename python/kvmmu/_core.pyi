@@ -386,6 +386,25 @@ class Pool:
         Raises:
             InvalidBlock.
         """
+    def destine(self, blocks: npt.NDArray[np.int32]) -> None:
+        """Claims exactly these empty blocks (int32 [k]) as destinations of moves. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not empty.
+        """
+    def undo(self, blocks: npt.NDArray[np.int32]) -> None:
+        """The moves do not take place: these destinations are empty again. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not destined.
+        """
+    def arrive(self, blocks: npt.NDArray[np.int32]) -> None:
+        """The moves have taken place: these destinations are in use, with one reference each. All
+        or none.
+
+        Raises:
+            InvalidBlock: the first that is not destined.
+        """
     def offline(self, first: int, n: int) -> None:
         """Takes exactly these empty blocks out of the pool, so that their memory can be given back.
 

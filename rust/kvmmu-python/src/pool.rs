@@ -191,6 +191,23 @@ impl Pool {
         self.call(py, |core| core.release_page(first, order))
     }
 
+    // -- destinations of moves ---------------------------------------------------------------
+
+    fn destine(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.destine(self::blocks(array.slice())))
+    }
+
+    fn undo(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.undo(self::blocks(array.slice())))
+    }
+
+    fn arrive(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.arrive(self::blocks(array.slice())))
+    }
+
     // -- offline -----------------------------------------------------------------------------
 
     fn offline(&self, py: Python<'_>, first: Any<'_, '_>, n: Any<'_, '_>) -> PyResult<()> {

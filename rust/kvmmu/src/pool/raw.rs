@@ -456,18 +456,8 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// [`Error::LimitExceeded`] when `owner` is above [`MAX_OWNER`].
     pub fn release_for(&self, owner: u32, blocks: &[u32]) -> Result<()> {
         check_owner(owner)?;
-        let owned = Word::owned(owner);
-        const NOT_THIS: &str = "is not held by this owner";
-        for (done, &block) in blocks.iter().enumerate() {
-            let held = self.held(block);
-            // The exchange decides: of two releases with the same owner one is told.
-            if held.is_err() || self.change_word(block, owned, Word::PRIVATE).is_err() {
-                for &block in &blocks[..done] {
-                    self.set_word(block, owned);
-                }
-                return Err(invalid(block, held.err().unwrap_or(NOT_THIS)));
-            }
-        }
+        let otherwise = "is not held by this owner";
+        self.leave_state(blocks, Word::owned(owner), otherwise)?;
         self.give(blocks);
         Ok(())
     }
@@ -503,6 +493,64 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         self.release_batch(&range.collect::<Vec<_>>())
     }
 
+    // -- destinations of moves ---------------------------------------------------------------
+
+    /// Claims exactly these blocks, which must be empty, as destinations of moves. All or none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not empty.
+    pub fn destine(&self, blocks: &[u32]) -> Result<()> {
+        for (done, &block) in blocks.iter().enumerate() {
+            if !self.claim_exact(block, 1) {
+                self.undo(&blocks[..done])
+                    .expect("these have just been destined");
+                return Err(invalid(block, "is not empty"));
+            }
+            self.set_word(block, Word::DESTINED);
+            self.set_stuck(block, true);
+        }
+        Ok(())
+    }
+
+    /// The moves do not take place: their destinations are empty again. All or none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not destined.
+    pub fn undo(&self, blocks: &[u32]) -> Result<()> {
+        self.leave_state(blocks, Word::DESTINED, "is not destined")?;
+        self.give(blocks);
+        Ok(())
+    }
+
+    /// The moves have taken place: their destinations are in use, with one reference each. All or
+    /// none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not destined.
+    pub fn arrive(&self, blocks: &[u32]) -> Result<()> {
+        self.leave_state(blocks, Word::DESTINED, "is not destined")
+    }
+
+    /// Makes blocks private that have this word; the exchange decides between two callers.
+    fn leave_state(&self, blocks: &[u32], word: Word, otherwise: &'static str) -> Result<()> {
+        for (done, &block) in blocks.iter().enumerate() {
+            let held = self.held(block);
+            if held.is_err() || self.change_word(block, word, Word::PRIVATE).is_err() {
+                for &block in &blocks[..done] {
+                    self.set_word(block, word);
+                }
+                return Err(invalid(block, otherwise));
+            }
+        }
+        for &block in blocks {
+            self.set_stuck(block, false);
+        }
+        Ok(())
+    }
+
     // -- offline -----------------------------------------------------------------------------
 
     /// Takes exactly these blocks, which must be empty, out of the pool: their memory can be given
@@ -533,22 +581,9 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     pub fn online(&self, first: u32, n: u32) -> Result<()> {
         let range = self.range(first, n);
         let range = range.ok_or_else(|| invalid(first, "begins no such range of this pool"))?;
-        for block in range.clone() {
-            // The exchange decides between two that bring the same block back.
-            if self
-                .change_word(block, Word::OFFLINE, Word::PRIVATE)
-                .is_err()
-            {
-                for block in first..block {
-                    self.set_word(block, Word::OFFLINE);
-                }
-                return Err(invalid(block, "is not offline"));
-            }
-        }
-        for block in range.clone() {
-            self.set_stuck(block, false);
-        }
-        self.give(&range.collect::<Vec<_>>());
+        let blocks: Vec<u32> = range.collect();
+        self.leave_state(&blocks, Word::OFFLINE, "is not offline")?;
+        self.give(&blocks);
         Ok(())
     }
 
