@@ -1,0 +1,1 @@
+"""Allocators for the tests of the fuzzing kit: two correct ones, and small patches that break them."""
