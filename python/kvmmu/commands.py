@@ -1,8 +1,8 @@
 """The commands of ``kvmmu``, as a Typer app.
 
 What lives here: options, messages, the progress bar, exit codes of each command. What never lives
-here: the work itself (see :mod:`.replay` and :mod:`.doctor`). Imported by :mod:`.cli` only, since
-it needs ``kvmmu[cli]``.
+here: the work itself (see :mod:`.replay`, :mod:`.doctor` and :mod:`.testing`). Imported by
+:mod:`.cli` only, since it needs ``kvmmu[cli]``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Allocators for the tests of the fuzzing kit: two correct ones, and small patches that break them."""
+"""Allocators for the tests of the fuzzing kit: correct ones, and patches that break them."""

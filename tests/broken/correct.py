@@ -196,7 +196,7 @@ class Sequences:
 
     def compact(self) -> list[tuple[int, int]]:
         """Moves the last block in use to the first that is free, until all lie in front."""
-        moves = []
+        moves: list[tuple[int, int]] = []
         while True:
             source = max((b for b, count in enumerate(self.counts) if count), default=-1)
             destination = self.destination()

@@ -1,8 +1,8 @@
 """Broken allocators: each a few lines over a correct one, named after what it does wrong.
 
 What lives here: the patches, and ``BROKEN``, which says what the kit must call each. What never
-lives here: anything that helps the kit to find them. Numbers in docstrings are kinds of fault in the
-project's list of hazards.
+lives here: anything that helps the kit to find them. Numbers in docstrings are kinds of fault in
+the project's list of hazards.
 """
 
 from __future__ import annotations
@@ -126,6 +126,13 @@ class GivesWhatIsThere(BlockPool):
 
     def claim(self, n: int) -> list[int]:
         return super().claim(min(n, self.free))
+
+
+class RoundsUpToPairs(BlockPool):
+    """14: a page of two blocks for an odd claim, and nobody owns the other."""
+
+    def claim(self, n: int) -> list[int]:
+        return super().claim(min(n + n % 2, self.free) if n <= self.free else n)
 
 
 class DoesNotEvictForAClaim(CachingPool):
@@ -387,6 +394,7 @@ BROKEN: dict[type[BlockPool | Sequences], type[AllocatorFault]] = {
     NeverGivesTheLastBlock: faults.LostBlock,
     HandsOutTheNullBlock: faults.UnknownBlock,
     GivesWhatIsThere: faults.Overcommitted,
+    RoundsUpToPairs: faults.WrongCount,
     DoesNotEvictForAClaim: faults.LostBlock,
     BreaksWhenTheListIsEmpty: faults.Crashed,
     CountsEveryReleaseAsABlock: faults.WrongStatistics,

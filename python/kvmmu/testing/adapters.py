@@ -1,7 +1,7 @@
 """Allocators fitted to the kit, and one to copy from.
 
-What lives here: :class:`FreeList`, the example; kvmmu's own allocators; vLLM's BlockPool. What never
-lives here: checks, or anything that helps an allocator to pass them.
+What lives here: :class:`FreeList`, the example; kvmmu's own allocators; vLLM's BlockPool. What
+never lives here: checks, or anything that helps an allocator to pass them.
 
 Each class and function without required arguments is a target of ``kvmmu fuzz``.
 """
@@ -275,6 +275,9 @@ class VLLMBlockPool:
         return int(self.pool.blocks[block].ref_cnt)
 
     def _blocks(self, blocks: Sequence[int]) -> list[Any]:
+        """vLLM's callers have the objects: of what is no block there is none."""
+        if any(not 0 < block <= self.num_blocks for block in blocks):
+            raise KeyError(f"not all are blocks: {blocks}")
         return [self.pool.blocks[block] for block in blocks]
 
     def _cached(self) -> list[Any]:

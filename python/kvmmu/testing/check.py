@@ -74,8 +74,8 @@ def check_allocator(
         shrink: look for the shortest sequence, which takes seconds, or show the first one found.
 
     Raises:
-        AllocatorFault: the class names the kind, the message ends in the shortest sequence found, as
-            Python to copy. It is an AssertionError.
+        AllocatorFault: the class names the kind, the message ends in the shortest sequence found,
+            as Python to copy. It is an AssertionError.
         InvalidConfig: an argument is not allowed, or the factory makes no allocator.
     """
     seed = _seed(seed)
@@ -97,8 +97,8 @@ def fuzz(
 ) -> Report:
     """Runs examples until the time is up, so many have run, or a fault is found.
 
-    Batch after batch of 100 examples, each from the seed and its number: the same seed runs the same
-    examples in the same order, on any machine with the same version of Hypothesis.
+    Batch after batch of 100 examples, each from the seed and its number: the same seed runs the
+    same examples in the same order, with the same code and version of Hypothesis.
 
     Args:
         factory, seed, steps, refuses: as for :func:`check_allocator`.

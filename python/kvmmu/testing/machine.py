@@ -177,8 +177,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             trial.release_again(gone)
         elif how == 1 and by_id:
             block = near if near < 0 else trial.num_blocks + (trial.null_block is not None) + near
-            if near == 1 and trial.null_block is not None:
-                block = trial.null_block
             trial.release_foreign(block, self._choose(which) if which % 2 else None)
         elif how == 2 and by_id:
             held = trial.held

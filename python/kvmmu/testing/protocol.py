@@ -4,12 +4,12 @@ What lives here: the protocols, which say what each call means. What never lives
 Only :class:`Allocator` is needed. Every other method or attribute is found by its name, one by
 one, and is then used and checked; whoever has none of a class leaves the whole class out.
 
-A **claim** is what ``claim`` returned: the ids of the blocks, in order. It comes in one of two forms:
+A **claim** is what ``claim`` returned: the ids of the blocks, in order, in one of two forms.
 
 * *ids*: a list, tuple or array that the caller owns. Any of its blocks can be released, alone or
   together with blocks of other claims.
-* a *sequence*: an object of the allocator that shows its present blocks when it is iterated over. It
-  is handed back whole, and the allocator may change what it shows when it moves blocks. An
+* a *sequence*: an object of the allocator that shows its present blocks when it is iterated over.
+  It is handed back whole, and the allocator may change what it shows when it moves blocks. An
   allocator that has one of the methods of :class:`SupportsSequences` deals in sequences.
 
 All calls come from one thread.

@@ -1,8 +1,9 @@
 """One allocator beside a model of what it should be.
 
-What lives here: :class:`Trial`, whose methods each make one call, compare what came of it with the
-model, and raise a fault with all calls so far. What never lives here: chance (see
-:mod:`.machine`). Each call is a line of Python, and the lines that a fault shows are those that ran.
+What lives here: :class:`Trial`, whose methods each make one call, compare what came of it with
+the model, and raise a fault with all calls so far. What never lives here: chance (see
+:mod:`.machine`). Each call is a line of Python, and the lines that a fault shows are those that
+ran.
 
 The model is short: which claims hold which blocks, and what each of their blocks contains. The rest
 follows. A block is held if a claim has it and free otherwise; its references are the claims that
@@ -160,7 +161,7 @@ class Trial:
             if self._read(block) != values[i]:
                 raise self._fault(
                     faults.StaleCache,
-                    f"block {block} was given to {name} as block {i} of prompt {prompt}, and is not",
+                    f"{name} was given block {block} as block {i} of prompt {prompt}: it is not",
                     f"assert hits == {i}  # block {block} holds something else",
                 )
             if block in blocks[i + 1 :]:
@@ -188,7 +189,7 @@ class Trial:
                 f"append to {claim.name} returned the copies {copies}; its last block was {last}",
                 f"assert [source for source, _ in copies] == [{last}]",
             )
-        expected = claim.blocks[:-1] + [copies[0][1]] if copies else list(claim.blocks)
+        expected = [*claim.blocks[:-1], copies[0][1]] if copies else list(claim.blocks)
         blocks = self._blocks(claim.name)
         old = len(expected)
         if blocks[:old] != expected:
@@ -477,7 +478,7 @@ class Trial:
                     raise self._mismatch(
                         raised,
                         faults.LostContents,
-                        f"block {block}, number {i} of {claim.name}, no longer holds what was written",
+                        f"block {block}, number {i} of {claim.name}, holds something else now",
                         f"assert a.read({block}) == {claim.values[i]}",
                     )
         if "validate" in self.has:
