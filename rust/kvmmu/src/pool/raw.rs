@@ -12,10 +12,11 @@ use std::ops::Range;
 
 use super::give::Group;
 use super::physical::Physical;
+use super::states::Change;
 use super::{End, Fit, MAX_OWNER, Placement, Pool, State, Word, Zone};
 use crate::config::MAX_BLOCKS;
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, Ordering, lock};
+use crate::sync::{AtomicU64, Ordering, lock};
 
 /// Settings of a [`Pool`].
 #[derive(Debug, Clone, PartialEq)]
@@ -224,36 +225,50 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// [`Error::InvalidBlock`] names the first block that is not held, has
     /// [`MAX_REFERENCES`](super::MAX_REFERENCES), or has an owner.
     pub fn retain(&self, blocks: &[u32]) -> Result<()> {
-        for (done, &block) in blocks.iter().enumerate() {
-            if let Err(reason) = self.retain_one(block) {
-                for &block in &blocks[..done] {
-                    self.drop_one(block).expect("this reference was just taken");
-                }
-                return Err(invalid(block, reason));
+        self.all_held(blocks)?;
+        let more = |word: Word| match word.retained() {
+            Some(more) if word.state() == State::InUse => Change::To(more),
+            _ => Change::Refuse,
+        };
+        let refused = self.change_each(blocks, more, |_, _| {});
+        refused.map_err(|at| {
+            for &block in &blocks[..at] {
+                self.drop_one(block).expect("this reference was just taken");
             }
-        }
-        Ok(())
+            let block = blocks[at];
+            let word = self.word(block);
+            let reason = match word.state() {
+                State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
+                State::InUse => "has all the references that it can have",
+                State::Cached => "is cached, and not held",
+                _ => "is not held",
+            };
+            invalid(block, reason)
+        })
     }
 
-    fn retain_one(&self, block: u32) -> std::result::Result<(), &'static str> {
-        self.held(block)?;
-        self.single(block)?;
-        let mut word = self.word(block);
-        loop {
-            let more = word.retained().filter(|_| word.state() == State::InUse);
-            let Some(more) = more else {
-                return Err(match word.state() {
-                    State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
-                    State::InUse => "has all the references that it can have",
-                    State::Cached => "is cached, and not held",
-                    _ => "is not held",
-                });
-            };
-            match self.change_word(block, word, more) {
-                Ok(()) => return Ok(()),
-                Err(seen) => word = seen,
+    /// An error unless all of these are blocks of the pool that are not empty. From then on they
+    /// are no part of a page that is released as one.
+    fn all_held(&self, blocks: &[u32]) -> Result<()> {
+        let mut rest = blocks;
+        while let Some((group, n)) = Physical::<BITS, WORDS>::group(rest) {
+            for &block in [rest[n - 1]].iter().chain(&self.reserved) {
+                if block >= self.physical.span {
+                    return Err(invalid(block, "is not a block of this pool"));
+                }
+                if self.reserved == Some(block) && rest[..n].contains(&block) {
+                    return Err(invalid(block, NULL));
+                }
             }
+            if let Some(block) = self.physical.empty_of(&group) {
+                return Err(invalid(block, "is not held"));
+            }
+            if !self.physical.split(group.first / Self::WINDOW) {
+                return Err(invalid(group.first, "is not held"));
+            }
+            rest = &rest[n..];
         }
+        Ok(())
     }
 
     /// One more reference of a published block, by somebody who found it in an index of contents:
@@ -375,19 +390,26 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             return self.release_private(groups.iter().copied());
         }
         self.check_batch(blocks)?;
-        let mut wrong = Ok(());
+        let mut wrong = None;
         let mut empty = Vec::new();
-        for &block in blocks {
-            match self.lower_one(block) {
-                Ok(true) => {}
-                Ok(false) => empty.push(block),
-                Err(reason) => wrong = Err(invalid(block, reason)),
-            }
+        let less = |word: Word| match word.state() {
+            State::InUse if !word.is_owned() => word.released().map_or(Change::Leave, Change::To),
+            _ => Change::Refuse,
+        };
+        let mut rest = blocks;
+        while let Err(at) = self.change_each(rest, less, |block, change| match change {
+            Change::To(less) if less.state() == State::Cached => self.index_evictable(block),
+            Change::Leave => empty.push(block),
+            _ => {}
+        }) {
+            // Another thread has released it since it was checked.
+            wrong = Some(rest[at]);
+            rest = &rest[at + 1..];
         }
-        if let Some(block) = self.give_all(&empty) {
-            wrong = Err(invalid(block, "is not held"));
+        match wrong.or(self.give_all(&empty)) {
+            None => Ok(()),
+            Some(block) => Err(invalid(block, "is not held")),
         }
-        wrong
     }
 
     /// Blocks whose words are 0: the lines decide.
@@ -402,10 +424,14 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// Whether `n` blocks from `first` on are private or empty.
     fn are_private(&self, first: u32, n: usize) -> bool {
-        let words = self.words.get(first as usize..first as usize + n);
-        // Relaxed, folded without a branch: the lines are read with Acquire after this.
-        let bits = |bits, word: &AtomicU32| bits | word.load(Ordering::Relaxed);
-        words.is_some_and(|words| words.iter().fold(0, bits) == 0)
+        if first.is_multiple_of(2) && n.is_multiple_of(2) {
+            let pairs = self.words.get(first as usize / 2..(first as usize + n) / 2);
+            // Relaxed, folded without a branch: the lines are read with Acquire after this.
+            let bits = |bits, pair: &AtomicU64| bits | pair.load(Ordering::Relaxed);
+            return pairs.is_some_and(|pairs| pairs.iter().fold(0, bits) == 0);
+        }
+        let mut blocks = first..first.saturating_add(n as u32);
+        blocks.end <= self.physical.span && blocks.all(|block| self.word(block) == Word::PRIVATE)
     }
 
     /// Ascending blocks, each once, that are private or empty, as words and bits. `None`: they are
@@ -436,6 +462,17 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// An error unless every block can be released as often as it is listed.
     fn check_batch(&self, blocks: &[u32]) -> Result<()> {
+        if blocks.is_sorted_by(|a, b| a < b) {
+            self.all_held(blocks)?;
+            let wrong = |&&block: &&u32| {
+                let word = self.word(block);
+                word.state() != State::InUse || word.is_owned()
+            };
+            return match blocks.iter().find(wrong) {
+                None => Ok(()),
+                Some(&block) => self.releasable(block).map_err(|why| invalid(block, why)),
+            };
+        }
         let mut sorted = blocks.to_vec();
         sorted.sort_unstable();
         for same in sorted.chunk_by(|a, b| a == b) {
@@ -612,7 +649,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// Bytes held beside the state words.
     pub fn metadata_bytes(&self) -> usize {
         let list = match &self.fifo {
-            Some(_) => 8 * self.words.len(),
+            Some(_) => 8 * self.physical.span as usize,
             None => 0,
         };
         let indices = size_of_val(&*self.evictable) + size_of_val(&*self.stuck);
