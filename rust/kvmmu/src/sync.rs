@@ -10,12 +10,14 @@ use crate::error::{Error, Result};
 
 pub(crate) use behind::*;
 
+/// A number that only tells things apart: it guards no memory, and no model is about it.
+pub(crate) use std::sync::atomic::AtomicU64 as Serial;
+
 /// The standard library.
 #[cfg(not(any(loom, shuttle)))]
 mod behind {
-    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use std::thread_local;
 }
 
 /// loom: every interleaving and every reading that the memory model allows, of small programs.
@@ -23,9 +25,6 @@ mod behind {
 mod behind {
     pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use loom::thread_local;
-    // Numbers of threads are not part of what is checked.
-    pub(crate) use std::sync::atomic::AtomicUsize;
 }
 
 /// shuttle: random schedules of larger programs, sequentially consistent.
@@ -33,22 +32,52 @@ mod behind {
 mod behind {
     pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use shuttle::thread_local;
-    // Numbers of threads are not part of what is checked.
-    pub(crate) use std::sync::atomic::AtomicUsize;
 }
 
-thread_local! {
-    static NUMBER: usize = {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        // Relaxed: only the number itself matters.
-        NEXT.fetch_add(1, Ordering::Relaxed)
-    };
+/// Numbers of threads, in the order in which they first asked.
+#[cfg(not(any(loom, shuttle)))]
+mod number {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    thread_local! {
+        static NUMBER: usize = {
+            static NEXT: AtomicUsize = AtomicUsize::new(0);
+            // Relaxed: only the number itself matters.
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        };
+    }
+
+    pub(crate) fn get() -> usize {
+        NUMBER.with(|&number| number)
+    }
 }
 
-/// A small number for each thread, in the order in which they first asked.
+/// Numbers of threads, as a model gives them: so each execution is the same, and a model can seat
+/// two threads together. The threads of a model share one thread of the system.
+#[cfg(any(loom, shuttle))]
+pub(crate) mod number {
+    #[cfg(loom)]
+    use loom::thread_local as local;
+    #[cfg(shuttle)]
+    use shuttle::thread_local as local;
+    use std::cell::Cell;
+
+    local! {
+        static NUMBER: Cell<usize> = Cell::new(0);
+    }
+
+    pub(crate) fn get() -> usize {
+        NUMBER.with(Cell::get)
+    }
+
+    pub(crate) fn set(number: usize) {
+        NUMBER.with(|cell| cell.set(number));
+    }
+}
+
+/// A small number for each thread.
 pub(crate) fn thread_number() -> usize {
-    NUMBER.with(|&number| number)
+    number::get()
 }
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.
