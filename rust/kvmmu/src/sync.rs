@@ -18,6 +18,7 @@ pub(crate) use std::sync::atomic::AtomicU64 as Serial;
 mod behind {
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use std::thread::yield_now;
 }
 
 /// loom: every interleaving and every reading that the memory model allows, of small programs.
@@ -25,6 +26,7 @@ mod behind {
 mod behind {
     pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use loom::thread::yield_now;
 }
 
 /// shuttle: random schedules of larger programs, sequentially consistent.
@@ -32,6 +34,7 @@ mod behind {
 mod behind {
     pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+    pub(crate) use shuttle::thread::yield_now;
 }
 
 /// Numbers of threads, in the order in which they first asked.

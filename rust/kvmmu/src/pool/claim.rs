@@ -46,6 +46,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             for zone in self.zones(Zone::Body) {
                 while let Some(window) = self.choose(zone.clone(), HOME) {
                     let most = count(self.counter(window)).max(1);
+                    let _moving = home.moving();
                     let got = self.reserve_at_hand(home, most);
                     if got == 0 {
                         break;

@@ -42,9 +42,12 @@
 //!
 //! # Progress
 //!
-//! Lock-free: every loop either ends or was overtaken by another thread's finished step. A thread
-//! that stops for ever in the middle of a claim or a release keeps what it has reserved or cleared,
-//! and hinders nobody. (Placement [`super::Placement::Fifo`] takes a lock.)
+//! Lock-free for whoever finds enough: every loop either ends or was overtaken by another thread's
+//! finished step. A thread that stops for ever in the middle of a claim or a release keeps what it
+//! has reserved or cleared, and hinders nobody who gets something. But a claim that would fail for
+//! want of blocks waits for threads that are moving credits between their home and the total at that
+//! moment, a few dozen instructions: it must not be told that there is nothing, and cannot know.
+//! (Placement [`super::Placement::Fifo`] takes a lock.)
 //!
 //! # ABA
 //!
@@ -55,11 +58,11 @@
 use std::ops::Range;
 
 use super::counter::{BARREN, BUSY, HOME, PAGE, count};
-use super::homes::{Home, MAX_WINDOWS, SEATS, Seat, credits};
+use super::homes::{Home, Look, MAX_WINDOWS, SEATS, Seat, credits};
 use super::index::Index;
 use super::placement::{End, Placement, Scatter, Zone};
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, AtomicU64, Ordering, collected, zeroed_u32};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, collected, yield_now, zeroed_u32};
 
 /// A number alone on its cache lines.
 #[derive(Debug)]
@@ -237,27 +240,38 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     /// Takes the seat's window away from it: its credits go back to the window's counter. Returns
-    /// how many, which are then to be put where the total can see them, and the seat as it was left.
-    fn vacate(&self, home: &Home) -> (u32, Seat) {
+    /// how many, which are then to be put where the total can see them; until then the caller is
+    /// [`Home::moving`].
+    fn vacate(&self, home: &Home) -> u32 {
         let mut seat = home.seat();
         while let Some(window) = seat.window() {
-            let left = seat.left();
-            match home.change(seat, left) {
+            match home.change(seat, seat.left()) {
                 Ok(()) => {
                     let n = seat.credits();
                     self.raise(window, n, HOME);
-                    return (n, left);
+                    return n;
                 }
                 Err(seen) => seat = seen,
             }
         }
-        (0, seat)
+        0
     }
 
     /// The thread gives its home window up.
     pub(crate) fn leave(&self, home: &Home) {
-        let (n, _) = self.vacate(home);
-        self.deposit(home, n);
+        if home.seat().window().is_some() {
+            let _moving = home.moving();
+            self.deposit(home, self.vacate(home));
+        }
+    }
+
+    /// All that a thread has for itself goes to the total.
+    fn empty_out(&self, home: &Home) {
+        // Two threads that find nothing must not take each other for busy.
+        if home.seat().window().is_some() || credits(home.wallet.load(Ordering::Acquire)) > 0 {
+            let _moving = home.moving();
+            self.put_total(self.vacate(home) + home.withdraw_up_to(u32::MAX));
+        }
     }
 
     /// All threads lose their home windows and wallets to the total. Returns whether there was any
@@ -266,8 +280,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let mut any = false;
         for home in self.active() {
             any |= home.seat().window().is_some();
-            let n = self.vacate(home).0 + home.withdraw_up_to(u32::MAX);
-            self.put_total(n);
+            self.empty_out(home);
         }
         any
     }
@@ -326,6 +339,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
         let has = home.put(n);
         if has > 2 * Self::WINDOW {
+            let _moving = home.moving();
             self.put_total(home.withdraw_up_to(has - Self::WINDOW));
         }
     }
@@ -351,32 +365,31 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// As [`Physical::reserve`], with everything that the threads have for themselves.
     ///
-    /// Failing is linearisable: after all homes were drained the total was too small, and between
-    /// the two no home had risen (their versions say so). So at the moment when the total was read
-    /// there were no other credits. Threads that keep raising make this loop go round, each round
-    /// for a finished operation of theirs.
+    /// Failing is linearisable: two looks at every home, both of them after it was emptied, saw
+    /// that nothing was there and nobody was moving credits, and are equal; between them the total
+    /// was too small. Whoever took credits out of a word that is read here said before that it is
+    /// moving them, and says after putting them elsewhere that it is not: the second look sees
+    /// either the beginning or, unless the first one did, the end. So at the moment when the total
+    /// was read there were no other credits. Threads that keep raising make this loop go round,
+    /// each round for a finished operation of theirs, and threads that are moving are waited for:
+    /// what they hold is enough, perhaps.
     fn reserve_all(&self, least: u32, most: u32) -> u32 {
-        let mut seen = [(0, 0); SEATS];
+        let mut seen = [Look::default(); SEATS];
         loop {
             let homes = self.active();
             for (home, seen) in homes.iter().zip(&mut seen) {
-                let (n, seat) = self.vacate(home);
-                let n = n + home.withdraw_up_to(u32::MAX);
-                self.put_total(n);
-                // Acquire: pairs with `put`.
-                *seen = (seat.0, home.wallet.load(Ordering::Acquire));
+                self.empty_out(home);
+                *seen = home.look();
             }
             let got = self.draw(least, most);
             if got > 0 {
                 return got;
             }
-            let same = |(home, seen): (&Home, &(u64, u64))| {
-                (home.seat().0, home.wallet.load(Ordering::Acquire)) == *seen
-                    && credits(seen.1) == 0
-            };
+            let same = |(home, seen): (&Home, &Look)| seen.is_nothing() && home.look() == *seen;
             if self.active().len() == homes.len() && homes.iter().zip(&seen).all(same) {
                 return 0;
             }
+            yield_now();
         }
     }
 

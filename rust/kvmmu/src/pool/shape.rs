@@ -112,6 +112,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         };
         // The rest of the window's credits, as far as the pool has them.
+        let _moving = home.moving();
         let rest = self.reserve_at_hand(home, count(self.counter(window)));
         let got = self.lower(window, 1, rest, 0, HOME);
         self.deposit(home, rest - got);
