@@ -17,6 +17,7 @@ __all__ = [
     "Measure",
     "Moves",
     "Plan",
+    "Pool",
     "Quote",
     "SequenceInfo",
     "__version__",
@@ -48,11 +49,14 @@ class MMU:
         table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**24; default: enough for
             every mix of sequences, or 65,536 where that would be more (see ``OutOfTables``).
         prefix_caching: keep the blocks of closed sequences for later prompts.
-        placement: ``"address"`` (lowest address first) or ``"scatter"`` (pseudo-random, from
-            ``seed``: the worst case, for tests).
+        placement: ``"address"`` (lowest address first, prompts in few long runs), ``"fullest"``
+            (windows that are nearly full first), ``"fifo"`` (in the order of release, as vLLM does)
+            or ``"scatter"`` (pseudo-random, from ``seed``: the worst case, for tests).
         budget_blocks: most blocks that one compaction pass moves, >= 1.
         compaction_start, compaction_stop: fragmentation ratio over available blocks above which
             ``plan_compaction`` starts and below which it stops again; 0 <= stop <= start <= 1.
+        anchor: share of the pool, 0 to below 1, that prompts opened with ``anchor=True`` go to
+            first and all others last.
         seed: for ``placement="scatter"``.
 
     Raises:
@@ -73,6 +77,7 @@ class MMU:
         budget_blocks: int = 32,
         compaction_start: float = 0.35,
         compaction_stop: float = 0.30,
+        anchor: float = 0.15,
         seed: int = 0,
     ) -> MMU: ...
     @property
@@ -95,6 +100,7 @@ class MMU:
         *,
         salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
+        anchor: bool = False,
     ) -> int:
         """Opens a sequence for a prompt and claims all of its blocks (all or nothing).
 
@@ -106,6 +112,8 @@ class MMU:
             salt: keeps tenants or adapters apart: equal tokens under different salts never match.
             extra_keys: block index -> bytes that the tokens of that block do not say (the hash of
                 an image behind placeholder tokens, for instance).
+            anchor: the prompt is expected to be shared and to stay (a system prompt): its new
+                blocks go to the anchor region if there is room, so that they pin no holes elsewhere.
 
         Returns:
             the id of the sequence (int64; never reused while this MMU lives).
@@ -268,6 +276,142 @@ class MMU:
         """Recounts everything and raises InternalError with the first broken invariant
         (design: states, references, free structures, prefix index, exported rows, counters)."""
     def _panic_for_test(self) -> None: ...
+
+@final
+class Pool:
+    """Hands out blocks: which of them are empty, and who holds the others. For engines that keep
+    their own sequences and prefix index; :class:`MMU` has a pool of its own inside.
+
+    Any method may be called from any thread, and none takes a lock (``placement="fifo"`` does).
+    A core panic raises ``InternalError``, after which every call does.
+
+    A block number does not say whose claim a release ends: when a block was handed out again, a
+    second release by its first holder is believed. Claim and release with an ``owner`` to have that
+    refused.
+
+    Args:
+        num_blocks: usable blocks, 1 .. 2**31 - 2.
+        placement, seed: as for :class:`MMU`.
+        null_block: which of the ``num_blocks + 1`` physical blocks nobody is given: ``"last"``,
+            ``"first"`` or its number.
+        anchor: share of the pool, 0 to below 1, that claims with ``anchor=True`` go to first and
+            all others last.
+
+    Raises:
+        InvalidConfig: names the argument, what was given and what is allowed.
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        *,
+        placement: str = "address",
+        null_block: str | int = "last",
+        anchor: float = 0.0,
+        seed: int = 0,
+    ) -> Pool: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def null_block(self) -> int: ...
+    @property
+    def anchor_from(self) -> int:
+        """First block of the anchor region; the end of the pool if there is none."""
+    def claim(
+        self, n: int = 1, *, owner: int | None = None, anchor: bool = False
+    ) -> npt.NDArray[np.int32]:
+        """Claims ``n`` blocks, all or none: int32 [n], in few long runs where the placement can.
+
+        Args:
+            owner: 0 .. 2**29 - 1: only ``release(..., owner=owner)`` releases them, and they
+                cannot be shared.
+
+        Raises:
+            OutOfBlocks.
+        """
+    def claim_page(self, order: int, *, anchor: bool = False) -> int:
+        """Claims 2**order blocks that lie together, aligned to their number; returns the first.
+
+        Args:
+            order: 0 .. 9.
+
+        Raises:
+            OutOfBlocks, or Fragmented when enough are empty and no such page is.
+        """
+    def claim_run(self, n: int, *, anchor: bool = False) -> int:
+        """Claims ``n`` consecutive blocks; returns the first.
+
+        Raises:
+            OutOfBlocks, Fragmented.
+        """
+    def claim_exact(self, first: int, n: int) -> bool:
+        """Claims exactly ``first .. first + n - 1`` if all of them are empty."""
+    def claim_like(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Claims blocks in runs of these lengths (int64 [r]), in their order, or as near as it goes:
+        for the receiving end of a transfer. int32 [sum(lengths)]; all or none.
+
+        Raises:
+            OutOfBlocks.
+        """
+    def retain(self, blocks: npt.NDArray[np.int32]) -> None:
+        """One more reference for each block (int32 [k]); a cached one comes back into use. All or
+        none.
+
+        Raises:
+            InvalidBlock: the first that is not held or cached, is owned, or is full.
+        """
+    def publish(self, blocks: npt.NDArray[np.int32]) -> None:
+        """An index of contents knows these blocks (int32 [k]): with their last reference they become
+        cached instead of empty. All or none.
+
+        Raises:
+            InvalidBlock.
+        """
+    def evict(self, block: int) -> bool:
+        """Empties a cached block. False if it is not cached (any more)."""
+    def release(self, blocks: npt.NDArray[np.int32], *, owner: int | None = None) -> None:
+        """Gives one reference of each block (int32 [k]) back; listed twice, two. All or none.
+
+        Raises:
+            InvalidBlock: one that is not held, or not by this owner.
+        """
+    def release_page(self, first: int, order: int) -> None:
+        """Releases the blocks of a page.
+
+        Raises:
+            InvalidBlock.
+        """
+    def offline(self, first: int, n: int) -> None:
+        """Takes exactly these empty blocks out of the pool, so that their memory can be given back.
+
+        Raises:
+            InvalidBlock: the first that is not empty.
+        """
+    def online(self, first: int, n: int) -> None:
+        """Brings blocks back that :meth:`offline` took out.
+
+        Raises:
+            InvalidBlock: the first that is not offline.
+        """
+    def references(self, block: int) -> int:
+        """References of a block; 0 when it is empty or cached.
+
+        Raises:
+            InvalidBlock: not a block of this pool.
+        """
+    def states(self) -> dict[str, int]:
+        """Blocks by state: empty, destined, in_use, cached, fenced, offline; and ``available``,
+        empty and cached."""
+    def free_windows(self) -> int:
+        """Aligned groups of 512 blocks that are wholly empty."""
+    def largest_run(self) -> int:
+        """Longest run of empty blocks."""
+    def validate(self) -> None:
+        """Recounts everything. Only when no other thread is at work.
+
+        Raises:
+            InternalError: what is wrong.
+        """
 
 @final
 class BlockTables:

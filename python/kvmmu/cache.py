@@ -597,13 +597,14 @@ class KVCache(Bound):
         *,
         salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
+        anchor: bool = False,
     ) -> Sequence:
         """Opens a sequence for a prompt and claims all of its blocks, or raises and changes
         nothing. ``sequence.num_cached_tokens`` of them are found cached.
 
         Args:
             tokens: int32 [n] (tensor, array or list).
-            salt, extra_keys: as for ``MMU.open``.
+            salt, extra_keys, anchor: as for ``MMU.open``.
 
         Raises:
             OutOfBlocks, OutOfTables, LimitExceeded, InvalidConfig.
@@ -611,7 +612,7 @@ class KVCache(Bound):
         self._pay()
         self._drain()
         ids = _int32("tokens", tokens)
-        return Sequence(self, self.mmu.open(ids, salt=salt, extra_keys=extra_keys))
+        return Sequence(self, self.mmu.open(ids, salt=salt, extra_keys=extra_keys, anchor=anchor))
 
     # -- steps -------------------------------------------------------------------------------
 

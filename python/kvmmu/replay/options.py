@@ -28,7 +28,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
 }
 _CHOICES = {
-    "placement": ("address", "scatter"),
+    "placement": ("address", "fullest", "fifo", "scatter"),
     "sabotage": ("skip-copy", "skip-commit", "early-reuse", "wrong-block"),
 }
 
@@ -48,7 +48,7 @@ class Options:
         step_ms: simulated time of a step.
         speed: how much faster than in the trace the requests arrive.
         seed: for tokens, verified positions and ``placement="scatter"``.
-        placement: ``"address"`` or ``"scatter"`` (worst case).
+        placement: ``"address"``, ``"fullest"``, ``"fifo"`` or ``"scatter"`` (worst case).
         one_at_a_time: each request alone, without a clock; see :mod:`.alone`.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.

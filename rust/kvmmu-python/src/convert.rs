@@ -5,11 +5,11 @@
 
 use std::collections::HashMap;
 
-use kvmmu::Keys;
+use kvmmu::{Keys, Placement};
 use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyMapping, PyMappingMethods};
+use pyo3::types::{PyBool, PyBytes, PyMapping, PyMappingMethods, PyString};
 
 use crate::errors::{Number, error};
 
@@ -102,6 +102,54 @@ pub fn word<'a>(
             &format!("one of {allowed:?}"),
         )),
     }
+}
+
+/// A share: from 0 to below 1.
+pub fn share(value: &Bound<'_, PyAny>, name: &str) -> PyResult<f64> {
+    match ratio(value, name) {
+        Ok(share) if share < 1.0 => Ok(share),
+        _ => Err(refuse(
+            value.py(),
+            name,
+            shown(value),
+            "a number from 0 to below 1",
+        )),
+    }
+}
+
+/// Where new blocks are taken from; by default in address order.
+pub fn placement(value: Option<&Bound<'_, PyAny>>, seed: i64) -> PyResult<Placement> {
+    let Some(value) = value else {
+        return Ok(Placement::AddressOrder);
+    };
+    let names = &["address", "fullest", "fifo", "scatter"];
+    Ok(match word(value, "placement", names)? {
+        "fullest" => Placement::Fullest,
+        "fifo" => Placement::Fifo,
+        "scatter" => Placement::Scatter { seed: seed as u64 },
+        _ => Placement::AddressOrder,
+    })
+}
+
+/// Which block of a pool of `num_blocks` nobody is given: by default the last.
+pub fn null_block(value: Option<&Bound<'_, PyAny>>, num_blocks: u32) -> PyResult<u32> {
+    match value {
+        None => Ok(num_blocks),
+        Some(given) if given.is_instance_of::<PyString>() => {
+            match word(given, "null_block", &["last", "first"])? {
+                "first" => Ok(0),
+                _ => Ok(num_blocks),
+            }
+        }
+        Some(given) => {
+            integer(given, "null_block", 0, i64::from(num_blocks)).map(|block| block as u32)
+        }
+    }
+}
+
+/// Block numbers from int32: negative ones are no block of any pool.
+pub fn blocks(array: &[i32]) -> &[u32] {
+    bytemuck::cast_slice(array)
 }
 
 /// A C-contiguous array of one dimension, borrowed for one call.

@@ -7,7 +7,9 @@ use pyo3::prelude::*;
 mod convert;
 mod copy;
 mod errors;
+mod guard;
 mod mmu;
+mod pool;
 mod tables;
 mod values;
 
@@ -19,7 +21,11 @@ mod _core {
     #[pymodule_export]
     use super::copy::{copy_blocks, cpu_features};
     #[pymodule_export]
-    use super::mmu::{_after_fork, MMU};
+    use super::guard::_after_fork;
+    #[pymodule_export]
+    use super::mmu::MMU;
+    #[pymodule_export]
+    use super::pool::Pool;
     #[pymodule_export]
     use super::tables::BlockTables;
     #[pymodule_export]

@@ -1,16 +1,15 @@
 //! The class `MMU`: one method a verb, each a conversion, a call and a conversion back.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ops::Deref;
 
-use kvmmu::{Config, Mmu, Placement};
+use kvmmu::{Config, Mmu, Zone};
 use numpy::{IntoPyArray, PyArray1, PyArray2};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::PyDict;
 
-use crate::convert::{array, count, integer, keys, optional, ratio, word};
-use crate::errors::{core_error, error};
+use crate::convert::{self, array, count, integer, keys, optional, ratio, share};
+use crate::errors::core_error;
+use crate::guard::Guard;
 use crate::tables::BlockTables;
 use crate::values::{self, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 
@@ -18,83 +17,13 @@ type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// Decides which sequence holds which block, and what moves where.
 #[pyclass(frozen, module = "kvmmu._core")]
-pub struct MMU {
-    core: Mmu,
-    /// Set by the first panic: the core may be half changed, so nothing touches it again.
-    poisoned: AtomicBool,
-    /// Forks of the process before this object was made.
-    forks: u64,
-}
+pub struct MMU(Guard<Mmu>);
 
-/// How often this process has become a child.
-static FORKS: AtomicU64 = AtomicU64::new(0);
+impl Deref for MMU {
+    type Target = Guard<Mmu>;
 
-/// Runs in every child, right after `fork`.
-#[pyfunction]
-pub fn _after_fork() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
-}
-
-const REFUSED: &str = "an earlier call ended in an internal error; this MMU refuses further work";
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied())
-        .unwrap_or("unknown panic")
-        .to_owned()
-}
-
-impl MMU {
-    /// Calls the core; a panic poisons this object and comes back as its text.
-    fn guarded<T>(&self, call: impl FnOnce(&Mmu) -> T) -> Result<T, String> {
-        if self.poisoned.load(Ordering::Acquire) {
-            return Err(REFUSED.into());
-        }
-        catch_unwind(AssertUnwindSafe(|| call(&self.core))).map_err(|panic| {
-            self.poisoned.store(true, Ordering::Release);
-            format!("the core panicked: {}", panic_text(&*panic))
-        })
-    }
-
-    /// A lock may be held for ever by a thread that this process does not have.
-    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        if self.forks == FORKS.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let message = "this MMU was made before the process forked: make one in each process";
-        Err(error(py, "UsedAfterFork", message.into(), &[]))
-    }
-
-    /// A short call that cannot fail.
-    fn get<T>(&self, py: Python<'_>, call: impl FnOnce(&Mmu) -> T) -> PyResult<T> {
-        self.check_process(py)?;
-        self.guarded(call).map_err(|text| internal(py, text))
-    }
-
-    /// What came of a guarded call.
-    fn outcome<T>(&self, py: Python<'_>, result: Result<kvmmu::Result<T>, String>) -> PyResult<T> {
-        result
-            .map_err(|text| internal(py, text))?
-            .map_err(|failed| core_error(py, failed))
-    }
-
-    /// A short call.
-    fn call<T>(&self, py: Python<'_>, call: impl FnOnce(&Mmu) -> kvmmu::Result<T>) -> PyResult<T> {
-        self.get(py, call)?.map_err(|failed| core_error(py, failed))
-    }
-
-    /// A call that may take more than a few microseconds and reads no memory of the caller's: other
-    /// Python threads run meanwhile.
-    fn long<T: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&Mmu) -> kvmmu::Result<T> + Send,
-    ) -> PyResult<T> {
-        self.check_process(py)?;
-        let result = py.detach(|| self.guarded(call));
-        result
-            .map_err(|text| internal(py, text))?
-            .map_err(|failed| core_error(py, failed))
+    fn deref(&self) -> &Guard<Mmu> {
+        &self.0
     }
 }
 
@@ -104,10 +33,10 @@ impl MMU {
     #[pyo3(signature = (
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
         null_block=None, table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
-        compaction_start=None, compaction_stop=None, seed=0
+        compaction_start=None, compaction_stop=None, anchor=None, seed=0
     ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
         max_blocks_per_sequence=None, null_block='last', table_nodes=None, prefix_caching=True, placement='address', \
-        budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, seed=0)")]
+        budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, anchor=0.15, seed=0)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -122,6 +51,7 @@ impl MMU {
         budget_blocks: Option<Any<'_, '_>>,
         compaction_start: Option<Any<'_, '_>>,
         compaction_stop: Option<Any<'_, '_>>,
+        anchor: Option<Any<'_, '_>>,
         seed: i64,
     ) -> PyResult<Self> {
         let most_blocks = i64::from(kvmmu::MAX_BLOCKS);
@@ -144,24 +74,12 @@ impl MMU {
         )?;
         let nodes = config.default_table_nodes();
         config.table_nodes = whole(table_nodes, "table_nodes", 1 << 24, nodes)?;
-        config.null_block = match null_block {
-            None => num_blocks,
-            Some(given) if given.is_instance_of::<PyString>() => {
-                match word(given, "null_block", &["last", "first"])? {
-                    "first" => 0,
-                    _ => num_blocks,
-                }
-            }
-            Some(given) => integer(given, "null_block", 0, i64::from(num_blocks))? as u32,
-        };
+        config.null_block = convert::null_block(null_block, num_blocks)?;
         config.prefix_caching = prefix_caching;
-        config.placement = match placement {
-            None => Placement::AddressOrder,
-            Some(given) => match word(given, "placement", &["address", "scatter"])? {
-                "scatter" => Placement::Scatter { seed: seed as u64 },
-                _ => Placement::AddressOrder,
-            },
-        };
+        config.placement = convert::placement(placement, seed)?;
+        if let Some(value) = anchor {
+            config.anchor = share(value, "anchor")?;
+        }
         let budget = config.budget_blocks;
         config.budget_blocks = whole(budget_blocks, "budget_blocks", most_blocks, budget)?;
         if let Some(value) = compaction_start {
@@ -171,14 +89,7 @@ impl MMU {
         if let Some(value) = compaction_stop {
             config.compaction_stop = ratio(value, "compaction_stop")?;
         }
-        let core = catch_unwind(|| Mmu::new(config))
-            .map_err(|panic| internal(py, panic_text(&*panic)))?
-            .map_err(|failed| core_error(py, failed))?;
-        Ok(Self {
-            core,
-            poisoned: AtomicBool::new(false),
-            forks: FORKS.load(Ordering::Relaxed),
-        })
+        Guard::new(py, "MMU", || Mmu::new(config)).map(Self)
     }
 
     #[getter]
@@ -204,17 +115,19 @@ impl MMU {
 
     // -- sequences ---------------------------------------------------------------------------
 
-    #[pyo3(signature = (tokens, *, salt=None, extra_keys=None))]
+    #[pyo3(signature = (tokens, *, salt=None, extra_keys=None, anchor=false))]
     fn open(
         &self,
         py: Python<'_>,
         tokens: Any<'_, '_>,
         salt: Option<Any<'_, '_>>,
         extra_keys: Option<Any<'_, '_>>,
+        anchor: bool,
     ) -> PyResult<i64> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        self.call(py, |core| core.open(tokens, keys))
+        let zone = if anchor { Zone::Anchor } else { Zone::Body };
+        self.call(py, |core| core.open_in(zone, tokens, keys))
     }
 
     fn append<'py>(
@@ -418,16 +331,7 @@ impl MMU {
     }
 
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let states = self.get(py, Mmu::states)?;
-        let dict = PyDict::new(py);
-        dict.set_item(intern!(py, "empty"), states.empty)?;
-        dict.set_item(intern!(py, "destined"), states.destined)?;
-        dict.set_item(intern!(py, "in_use"), states.in_use)?;
-        dict.set_item(intern!(py, "cached"), states.cached)?;
-        dict.set_item(intern!(py, "fenced"), states.fenced)?;
-        dict.set_item(intern!(py, "offline"), states.offline)?;
-        dict.set_item(intern!(py, "available"), states.available)?;
-        Ok(dict)
+        values::states(py, &self.get(py, Mmu::states)?)
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

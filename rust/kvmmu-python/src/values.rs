@@ -2,8 +2,10 @@
 
 use kvmmu::compact::measure::Runs;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
 
 use crate::errors::{core_error, error};
 
@@ -21,6 +23,25 @@ pub fn pairs<'py, T: numpy::Element>(
         .collect();
     let array = numpy::ndarray::Array2::from_shape_vec((pairs.len(), 2), flat);
     array.expect("two numbers a pair").into_pyarray(py)
+}
+
+/// Counts by state, as a dict.
+pub fn states<'py>(py: Python<'py>, states: &kvmmu::States) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item(intern!(py, "empty"), states.empty)?;
+    dict.set_item(intern!(py, "destined"), states.destined)?;
+    dict.set_item(intern!(py, "in_use"), states.in_use)?;
+    dict.set_item(intern!(py, "cached"), states.cached)?;
+    dict.set_item(intern!(py, "fenced"), states.fenced)?;
+    dict.set_item(intern!(py, "offline"), states.offline)?;
+    dict.set_item(intern!(py, "available"), states.available)?;
+    Ok(dict)
+}
+
+/// Block numbers as int32: they are below 2^31.
+pub fn blocks(py: Python<'_>, blocks: Vec<u32>) -> Bound<'_, PyArray1<i32>> {
+    let blocks: Vec<i32> = blocks.into_iter().map(|block| block as i32).collect();
+    blocks.into_pyarray(py)
 }
 
 /// Copies to carry out, int32 [c, 2]. Nearly always there are none: that array is made once, and

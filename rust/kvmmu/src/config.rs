@@ -1,7 +1,7 @@
 //! The settings of an [`Mmu`](crate::Mmu), checked once.
 
 use crate::error::{Error, Result};
-use crate::pool::Placement;
+use crate::pool::{Placement, check_anchor};
 
 /// Longest address space of one sequence: two levels of 512 entries.
 pub const MAX_BLOCKS_PER_SEQUENCE: u32 = 512 * 512;
@@ -33,6 +33,9 @@ pub struct Config {
     pub prefix_caching: bool,
     /// Where new blocks are taken from.
     pub placement: Placement,
+    /// Share of the pool that is the anchor region, 0 to below 1: prompts that are expected to be
+    /// shared and to stay go there first, everything else last.
+    pub anchor: f64,
     /// Most blocks that one compaction pass moves, at least 1.
     pub budget_blocks: u32,
     /// Fragmentation ratio over available blocks above which compaction starts.
@@ -53,6 +56,7 @@ impl Config {
             table_nodes: 0,
             prefix_caching: true,
             placement: Placement::AddressOrder,
+            anchor: 0.15,
             budget_blocks: 32,
             compaction_start: 0.35,
             compaction_stop: 0.30,
@@ -100,6 +104,7 @@ impl Config {
         )?;
         range("table_nodes", self.table_nodes, 4, 1 << 24)?;
         range("budget_blocks", self.budget_blocks, 1, MAX_BLOCKS)?;
+        check_anchor(self.anchor)?;
         let (start, stop) = (self.compaction_start, self.compaction_stop);
         if !(0.0..=1.0).contains(&start) {
             return Err(Error::InvalidConfig(format!(

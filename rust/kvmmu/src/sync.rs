@@ -9,6 +9,8 @@
 use crate::error::{Error, Result};
 
 pub(crate) use behind::*;
+#[cfg(loom)]
+mod watched;
 
 /// A number that only tells things apart: it guards no memory, and no model is about it.
 pub(crate) use std::sync::atomic::AtomicU64 as Serial;
@@ -18,15 +20,14 @@ pub(crate) use std::sync::atomic::AtomicU64 as Serial;
 mod behind {
     pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use std::thread::yield_now;
 }
 
 /// loom: every interleaving and every reading that the memory model allows, of small programs.
 #[cfg(loom)]
 mod behind {
-    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub(crate) use super::watched::{AtomicU32, AtomicU64};
+    pub(crate) use loom::sync::atomic::Ordering;
     pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use loom::thread::yield_now;
 }
 
 /// shuttle: random schedules of larger programs, sequentially consistent.
@@ -34,29 +35,58 @@ mod behind {
 mod behind {
     pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use shuttle::thread::yield_now;
+}
+
+/// Lets others get on: at first only the processor's other half, then the system's other threads.
+pub(crate) fn relax(round: u32) {
+    #[cfg(not(any(loom, shuttle)))]
+    if round < 64 {
+        std::hint::spin_loop();
+    } else {
+        std::thread::yield_now();
+    }
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(shuttle)]
+    shuttle::thread::yield_now();
+    let _ = round;
+}
+
+/// A small number for each thread.
+pub(crate) fn thread_number() -> usize {
+    number::get()
 }
 
 /// Numbers of threads, in the order in which they first asked.
 #[cfg(not(any(loom, shuttle)))]
 mod number {
+    use std::cell::Cell;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     thread_local! {
-        static NUMBER: usize = {
-            static NEXT: AtomicUsize = AtomicUsize::new(0);
-            // Relaxed: only the number itself matters.
-            NEXT.fetch_add(1, Ordering::Relaxed)
-        };
+        /// One more than the thread's number; 0 before it was asked for.
+        static NUMBER: Cell<usize> = const { Cell::new(0) };
     }
 
     pub(crate) fn get() -> usize {
-        NUMBER.with(|&number| number)
+        match NUMBER.with(Cell::get) {
+            0 => new(),
+            number => number - 1,
+        }
+    }
+
+    #[cold]
+    fn new() -> usize {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        // Relaxed: only the number itself matters.
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        NUMBER.with(|cell| cell.set(number + 1));
+        number
     }
 }
 
 /// Numbers of threads, as a model gives them: so each execution is the same, and a model can seat
-/// two threads together. The threads of a model share one thread of the system.
+/// two threads together.
 #[cfg(any(loom, shuttle))]
 pub(crate) mod number {
     #[cfg(loom)]
@@ -76,11 +106,6 @@ pub(crate) mod number {
     pub(crate) fn set(number: usize) {
         NUMBER.with(|cell| cell.set(number));
     }
-}
-
-/// A small number for each thread.
-pub(crate) fn thread_number() -> usize {
-    number::get()
 }
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.

@@ -252,7 +252,7 @@ fn step<const BITS: u32, const WORDS: usize>(
         }
         Op::For(owner, n) => {
             let mut out = Vec::new();
-            let done = pool.claim_for(*owner, *n, &mut out).is_ok();
+            let done = pool.claim_for(Zone::Body, *owner, *n, &mut out).is_ok();
             prop_assert_eq!(done, *n as usize <= empty.len());
             model.claimed(&out, Held::Owner(*owner));
         }
@@ -460,7 +460,7 @@ fn contend<const BITS: u32, const WORDS: usize>(placement: Placement, num_blocks
                         match blocks.len() {
                             1 => pool.release(blocks[0]).unwrap(),
                             n if n.is_power_of_two()
-                                && blocks[0] % n as u32 == 0
+                                && blocks[0].is_multiple_of(n as u32)
                                 && blocks.windows(2).all(|two| two[1] == two[0] + 1)
                                 && n.ilog2() <= Pool::<BITS, WORDS>::MAX_ORDER =>
                             {
@@ -621,7 +621,10 @@ fn bad_settings_and_arguments_are_named() {
         assert!(pool.release(block).is_err() && pool.release_batch(&[block]).is_err());
         assert!(!pool.claim_exact(block, 1) && pool.offline(block, 1).is_err());
     }
-    assert!(pool.claim_for(u32::MAX, 1, &mut Vec::new()).is_err());
+    assert!(
+        pool.claim_for(Zone::Body, u32::MAX, 1, &mut Vec::new())
+            .is_err()
+    );
     assert_eq!(
         (pool.claim_page(10), pool.claim_page(u32::MAX)),
         (None, None)

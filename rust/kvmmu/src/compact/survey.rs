@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use super::{measure, plan};
 use crate::error::{Error, Result};
+use crate::pool::Pool;
 use crate::state::Mmu;
 use crate::sync::{Ordering, lock};
 
@@ -70,6 +71,34 @@ pub struct Plan {
     pub predicted_run: u32,
     /// Ratio over available blocks after them.
     pub predicted_ratio: f64,
+}
+
+impl Pool {
+    /// The empty blocks in runs. O(blocks / 64).
+    pub fn runs(&self) -> measure::Runs {
+        measure::runs(&self.empty_bits(), self.span())
+    }
+
+    /// Why a claim of `needed` blocks that lie together was refused: [`Error::OutOfBlocks`] or
+    /// [`Error::Fragmented`], by a look at the pool now.
+    pub fn refusal(&self, needed: u32) -> Error {
+        let runs = self.runs();
+        let (needed, available) = (u64::from(needed), u64::from(runs.total));
+        let num_blocks = u64::from(self.num_blocks());
+        if available < needed {
+            return Error::OutOfBlocks {
+                needed,
+                available,
+                num_blocks,
+            };
+        }
+        Error::Fragmented {
+            needed,
+            largest_run: u64::from(runs.largest),
+            available,
+            num_blocks,
+        }
+    }
 }
 
 impl Mmu {

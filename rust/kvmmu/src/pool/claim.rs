@@ -15,7 +15,7 @@
 use super::counter::{HOME, count};
 use super::homes::Home;
 use super::physical::Physical;
-use super::placement::{End, Placement, Zone};
+use super::placement::{End, Fit, Placement, Zone};
 use crate::sync::Ordering;
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         while let Some(window) = seat.window() {
             // Relaxed: a hint of this thread's own.
             let lower = home.lower.load(Ordering::Relaxed);
-            if seat.credits() == 0 || seat.order() != 0 || lower <= window {
+            if seat.credits() == 0 || seat.order() != 0 || lower < window {
                 break;
             }
             match home.change(seat, seat.less(1)) {
@@ -46,7 +46,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             for zone in self.zones(Zone::Body) {
                 while let Some(window) = self.choose(zone.clone(), HOME) {
                     let most = count(self.counter(window)).max(1);
-                    let _moving = home.moving();
+                    // All but one of them are only on their way to the seat.
+                    let _hand = (most > 1).then(|| home.open_hand(most - 1));
                     let got = self.reserve_at_hand(home, most);
                     if got == 0 {
                         break;
@@ -70,7 +71,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         }
         let mut one = Vec::with_capacity(1);
-        self.take(1, Zone::Body, &mut one);
+        self.take(1, Zone::Body, Fit::Apart, &mut one);
         one.pop()
     }
 
@@ -159,8 +160,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     /// Turns a reservation of `n` blocks into `n` blocks, appended to `out`; ascending within a
-    /// window.
-    pub(crate) fn take(&self, mut n: u32, zone: Zone, out: &mut Vec<u32>) {
+    /// run or a window.
+    pub(crate) fn take(&self, mut n: u32, zone: Zone, fit: Fit, out: &mut Vec<u32>) {
+        if self.placement == Placement::AddressOrder && fit == Fit::Together && n > 1 {
+            n -= self.take_runs(n, zone, out);
+        }
         if let Some(scatter) = &self.scatter {
             while n > 0 && self.take_near(scatter.draw(self.span), out) {
                 n -= 1;
@@ -258,12 +262,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     pub(crate) fn set_many(&self, window: u32, mut n: u32, out: &mut Vec<u32>) {
         let first = window * Self::WINDOW;
         if n == Self::WINDOW {
-            // All credits of the window: nobody else may set or clear a bit of it, so it needs
-            // no exchange.
-            for line in &self.lines[Self::words_of(window)] {
-                // Release: pairs with the Acquire of whoever looks.
-                line.store(!0, Ordering::Release);
-            }
+            self.fill_window(window);
             return out.extend(first..first + Self::WINDOW);
         }
         while n > 0 {

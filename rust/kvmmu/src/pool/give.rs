@@ -8,9 +8,22 @@
 //! rise afterwards: a single block's in the seat of the thread if the block lies in its home, else
 //! in the window's counter and the thread's wallet.
 
+use std::ops::Range;
+
 use super::homes::Home;
 use super::physical::Physical;
 use crate::sync::Ordering;
+
+/// Blocks that share a word of the lines.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Group {
+    /// The lowest.
+    pub(crate) first: u32,
+    /// All of them.
+    pub(crate) mask: u64,
+    /// They are consecutive.
+    pub(crate) dense: bool,
+}
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Empties one block. False: it is empty already, and nothing has changed.
@@ -20,101 +33,114 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         if !self.split(window) || !self.clear(at, bit) {
             return false;
         }
-        let mut seat = home.seat();
-        while seat.window() == Some(window) {
-            match home.change(seat, seat.more(1)) {
-                Ok(()) => return true,
-                Err(seen) => seat = seen,
-            }
-        }
-        self.raise(window, 1, 0);
-        self.lower_hints(home, window);
-        self.deposit(home, 1);
+        let n = self.credit(home, window, 1);
+        self.deposit(home, n);
         true
     }
 
     /// Empties blocks, those that share a word by one exchange each. Those of them that were empty
     /// already are left alone and one of them is returned: another thread has released it.
     pub(crate) fn give(&self, home: &Home, blocks: &[u32]) -> Option<u32> {
+        let mut rest = blocks;
+        let groups = std::iter::from_fn(|| {
+            let (group, n) = Self::group(rest)?;
+            rest = &rest[n..];
+            Some(group)
+        });
+        self.give_each(home, groups)
+    }
+
+    /// As [`Physical::give`].
+    pub(crate) fn give_each(
+        &self,
+        home: &Home,
+        groups: impl Iterator<Item = Group>,
+    ) -> Option<u32> {
         let mut wrong = None;
         let mut sum = 0;
-        let mut rest = blocks;
-        while let Some(&head) = rest.first() {
-            let window = Self::window_of(head);
-            let free = self.split(window);
-            let mut n = 0;
-            while let Some((at, mask, tail)) = Self::group(rest, window) {
-                rest = tail;
-                if free && self.clear(at, mask) {
-                    n += mask.count_ones();
-                    continue;
-                }
-                // One by one: those that are held go.
-                let mut mask = mask;
-                while mask != 0 {
-                    let bit = mask & mask.wrapping_neg();
-                    mask &= mask - 1;
-                    if free && self.clear(at, bit) {
-                        n += 1;
-                    } else {
-                        wrong = Some(at as u32 * BITS + bit.trailing_zeros());
-                    }
-                }
-            }
+        // The window at hand, whether its blocks may be touched, and how many were cleared.
+        let (mut window, mut free, mut n) = (u32::MAX, false, 0);
+        let done = |window, n| {
             if n > 0 {
-                self.raise(window, n, 0);
-                self.lower_hints(home, window);
-                sum += n;
+                self.credit(home, window, n)
+            } else {
+                0
+            }
+        };
+        for group in groups {
+            let here = Self::window_of(group.first);
+            if here != window {
+                sum += done(window, n);
+                (window, free, n) = (here, self.split(here), 0);
+            }
+            let at = (group.first / BITS) as usize;
+            if free && self.clear(at, group.mask) {
+                n += group.mask.count_ones();
+                continue;
+            }
+            // One by one: those that are held go.
+            let mut mask = group.mask;
+            while mask != 0 {
+                let bit = mask & mask.wrapping_neg();
+                mask &= mask - 1;
+                if free && self.clear(at, bit) {
+                    n += 1;
+                } else {
+                    wrong = Some(at as u32 * BITS + bit.trailing_zeros());
+                }
             }
         }
+        sum += done(window, n);
         self.deposit(home, sum);
         wrong
     }
 
-    /// The first of some ascending blocks that is empty.
-    pub(crate) fn first_empty(&self, blocks: &[u32]) -> Option<u32> {
-        let mut rest = blocks;
-        while let Some(&head) = rest.first() {
-            let (at, mask, tail) = Self::group(rest, Self::window_of(head))?;
-            rest = tail;
-            // Acquire: pairs with the release that cleared the bit.
-            let clear = mask & !self.lines[at].load(Ordering::Acquire);
-            if clear != 0 {
-                return Some(at as u32 * BITS + clear.trailing_zeros());
-            }
-        }
-        None
+    /// One of the blocks of a group that is empty.
+    pub(crate) fn empty_of(&self, group: &Group) -> Option<u32> {
+        let at = (group.first / BITS) as usize;
+        // Acquire: pairs with the release that cleared the bit.
+        let clear = group.mask & !self.lines[at].load(Ordering::Acquire);
+        (clear != 0).then(|| at as u32 * BITS + clear.trailing_zeros())
     }
 
-    /// The first blocks of a list that share a word of a window: word, bits, and the rest. A block
-    /// that comes twice in a row begins a new group.
-    fn group(blocks: &[u32], window: u32) -> Option<(usize, u64, &[u32])> {
-        let &head = blocks.first()?;
-        if Self::window_of(head) != window {
-            return None;
-        }
-        let (at, mut mask) = Self::place(head);
-        if let Some((whole, rest)) = blocks.split_first_chunk::<64>()
+    /// The blocks of a range.
+    pub(crate) fn groups(range: Range<u32>) -> impl Iterator<Item = Group> + Clone {
+        Self::masks(range).map(|(at, mask)| Group {
+            first: at as u32 * BITS + mask.trailing_zeros(),
+            mask,
+            dense: true,
+        })
+    }
+
+    /// The first blocks of a list that share a word and ascend, and how many they are. A block that
+    /// comes twice begins a new group.
+    pub(crate) fn group(blocks: &[u32]) -> Option<(Group, usize)> {
+        let &first = blocks.first()?;
+        if let Some(whole) = blocks.first_chunk::<64>()
             && BITS == 64
-            && head % 64 == 0
+            && first.is_multiple_of(64)
         {
             // All 64 of them in order: no loop over bits. (Folded, so that it is vectorised.)
-            let differ =
-                |differ, (at, &block): (usize, &u32)| differ | (block ^ (head + at as u32));
+            let differ = |differ, (at, &block): (usize, &u32)| {
+                differ | (block ^ first.wrapping_add(at as u32))
+            };
             if whole.iter().enumerate().fold(0, differ) == 0 {
-                return Some((at, !0, rest));
+                let (mask, dense) = (!0, true);
+                return Some((Group { first, mask, dense }, 64));
             }
         }
+        let (at, mut mask) = Self::place(first);
         let mut n = 1;
         for &block in &blocks[1..] {
             let (word, bit) = Self::place(block);
-            if word != at || mask & bit != 0 {
+            if word != at || bit <= mask {
                 break;
             }
             mask |= bit;
             n += 1;
         }
-        Some((at, mask, &blocks[n..]))
+        let dense = false;
+        Some((Group { first, mask, dense }, n))
     }
 
     /// Clears bits that are all set. False: one of them is not, and nothing has changed.

@@ -11,10 +11,9 @@
 //!          15..0   credits    clear bits of that window which only holders of the seat may set
 //! wallet   63..32  version    changes with every deposit
 //!          31..0   credits    reserved from the pool, bound to no window
-//! moving   63..32  version    changes with every end
-//!          31..0   threads    that move credits between these words, or between them and the
-//!                             total, at this moment: so many that nobody sees are not gone
-//! lower    lowest window at or below home into which this thread released since (a hint)
+//! hand     63..32  version    changes each time the hand opens
+//!          31..0   credits    at most so many are on their way through this home's hand
+//! lower    lowest window below home into which this thread released since (a hint)
 //! page     no whole window is free below, as far as this thread knows (a hint)
 //! ```
 //!
@@ -24,7 +23,7 @@
 //!
 //! **ABA.** Lowering credits needs no version: a word that is equal means the same credits in the
 //! same window, whoever put them there. The versions serve the one reader that compares two looks
-//! (*is the pool really short?*): it could be fooled after 2^20 (seat) or 2^32 (wallet, moving) rises
+//! (*is the pool really short?*): it could be fooled after 2^20 (seat) or 2^32 (wallet) rises
 //! between its two looks that end in the same credits, and would then report a shortage that had
 //! been over for a moment.
 
@@ -97,13 +96,29 @@ impl Seat {
 pub(crate) struct Home {
     pub(crate) seat: AtomicU64,
     pub(crate) wallet: AtomicU64,
-    moving: AtomicU64,
+    pub(crate) hand: AtomicU64,
     pub(crate) lower: AtomicU32,
     pub(crate) page: AtomicU32,
 }
 
+/// Credits on their way; they have arrived when this is dropped.
+pub(crate) struct Hand<'a> {
+    home: &'a Home,
+    n: u32,
+}
+
+impl Drop for Hand<'_> {
+    fn drop(&mut self) {
+        // AcqRel: Release pairs with the Acquire of whoever looks at the hands: what they held can
+        // be seen where it was put.
+        self.home
+            .hand
+            .fetch_sub(u64::from(self.n), Ordering::AcqRel);
+    }
+}
+
 /// A deposit of `n` credits, as what is added to a wallet.
-pub(crate) fn deposit(n: u32) -> u64 {
+fn deposit(n: u32) -> u64 {
     1 << 32 | u64::from(n)
 }
 
@@ -112,62 +127,14 @@ pub(crate) fn credits(wallet: u64) -> u32 {
     wallet as u32
 }
 
-/// While it lives, a thread has credits in its hands that belong to nobody's claim.
-pub(crate) struct Moving<'a>(&'a Home);
-
-impl Drop for Moving<'_> {
-    fn drop(&mut self) {
-        // AcqRel: Release pairs with the Acquire in `look`: who sees this end sees where the
-        // credits went.
-        let end = (1 << 32) - 1;
-        self.0.moving.fetch_add(end, Ordering::AcqRel);
-    }
-}
-
-/// What one look at a home saw.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Look {
-    moving: u64,
-    seat: u64,
-    wallet: u64,
-}
-
-impl Look {
-    /// Nothing was there, and nothing was on its way.
-    pub(crate) fn is_nothing(self) -> bool {
-        self.moving as u32 == 0 && Seat(self.seat).window().is_none() && credits(self.wallet) == 0
-    }
-}
-
 impl Home {
     pub(crate) fn new() -> Self {
         Self {
             seat: AtomicU64::new(Seat::FREE.0),
             wallet: AtomicU64::new(0),
-            moving: AtomicU64::new(0),
+            hand: AtomicU64::new(0),
             lower: AtomicU32::new(u32::MAX),
             page: AtomicU32::new(0),
-        }
-    }
-
-    /// To be called before credits are taken out of one of the words, or of the total, to be put
-    /// into another.
-    pub(crate) fn moving(&self) -> Moving<'_> {
-        // AcqRel: Release comes before the exchanges that take the credits; who saw one of those
-        // sees this.
-        self.moving.fetch_add(1, Ordering::AcqRel);
-        Moving(self)
-    }
-
-    /// A look at all three words. Whoever takes two that are equal knows what was there all the
-    /// time in between.
-    pub(crate) fn look(&self) -> Look {
-        // Acquire, all three: `moving` first, so that the places where credits have arrived are
-        // read after the end of their move.
-        Look {
-            moving: self.moving.load(Ordering::Acquire),
-            seat: self.seat.load(Ordering::Acquire),
-            wallet: self.wallet.load(Ordering::Acquire),
         }
     }
 
@@ -184,6 +151,13 @@ impl Home {
             .seat
             .compare_exchange(old.0, new.0, Ordering::AcqRel, Ordering::Acquire);
         done.map(|_| ()).map_err(Seat)
+    }
+
+    /// At most `n` credits are about to go through this home's hand.
+    pub(crate) fn open_hand(&self, n: u32) -> Hand<'_> {
+        // AcqRel: Acquire keeps the taking behind this; pairs with the looks at the hands.
+        self.hand.fetch_add(deposit(n), Ordering::AcqRel);
+        Hand { home: self, n }
     }
 
     /// Takes up to `n` credits out of the wallet.

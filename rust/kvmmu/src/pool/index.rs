@@ -151,6 +151,13 @@ impl Index {
         found.filter(|&at| at >= range.start)
     }
 
+    /// How many are set.
+    pub(crate) fn count(&self) -> u32 {
+        // Relaxed: a hint.
+        let ones = |word: &AtomicU64| word.load(Ordering::Relaxed).count_ones();
+        self.bits.iter().map(ones).sum()
+    }
+
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         8 * (self.bits.len() + self.summary.len())

@@ -8,7 +8,7 @@
 //! | `physical` | *empty or not*: lines, counters, credits; the invariants of the lock-free machine |
 //! | `claim`, `shape`, `give` | claims of any blocks, claims of blocks that lie together, releases |
 //! | `homes`, `counter`, `index` | layouts of the words; the hint sets |
-//! | `placement`, `fifo` | where new blocks are taken from |
+//! | `placement`, `batch`, `fifo` | where new blocks are taken from |
 //! | `word`, `states` | the state word of a block: references, states, owners |
 //! | `raw` | the public verbs, which check what they are given |
 //!
@@ -40,6 +40,7 @@
 //! its shared lock, and a private block's word belongs to its sequence; so a store suffices there.
 //! *Exchange*: the verbs of `raw`, which take no lock.
 
+mod batch;
 mod claim;
 mod counter;
 mod fifo;
@@ -59,8 +60,10 @@ use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u32, 
 use fifo::Fifo;
 use homes::Home;
 use physical::Physical;
+pub(crate) use placement::Fit;
 pub use placement::{End, Placement, Zone};
 pub use raw::PoolConfig;
+pub(crate) use raw::check_anchor;
 pub use states::States;
 pub(crate) use word::Word;
 pub use word::{MAX_OWNER, MAX_REFERENCES, State};
@@ -135,16 +138,11 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         self.physical.deposit(self.home(), n);
     }
 
-    /// Turns a reservation of `n` blocks into `n` blocks, appended to `out`: private, ascending
-    /// with [`Placement::AddressOrder`].
-    pub(crate) fn take(&self, n: u32, out: &mut Vec<u32>) {
-        self.take_in(n, Zone::Body, out);
-    }
-
-    /// As [`Pool::take`], with a preference.
-    pub(crate) fn take_in(&self, n: u32, zone: Zone, out: &mut Vec<u32>) {
+    /// Turns a reservation of `n` blocks into `n` private blocks, appended to `out`; ascending with
+    /// [`Placement::AddressOrder`].
+    pub(crate) fn take(&self, n: u32, zone: Zone, fit: Fit, out: &mut Vec<u32>) {
         match &self.fifo {
-            None => self.physical.take(n, zone, out),
+            None => self.physical.take(n, zone, fit, out),
             Some(fifo) => self.take_oldest(&mut lock(fifo), n, out),
         }
     }

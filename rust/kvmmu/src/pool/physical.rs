@@ -36,18 +36,15 @@
 //!
 //! A claim takes effect when its reservation does (for a claim out of a seat: when the seat's
 //! credits fall), a release when its bits are cleared; a failed claim for want of blocks when the
-//! total is read the last time ([`Physical::reserve_all`] proves that nothing was elsewhere). A
+//! total is read the last time ([`Physical::reserve_all`] shows that nothing was elsewhere). A
 //! shape that is not found gives its reservation back: while it is being looked for, other claims
 //! may find that many blocks fewer.
 //!
 //! # Progress
 //!
-//! Lock-free for whoever finds enough: every loop either ends or was overtaken by another thread's
-//! finished step. A thread that stops for ever in the middle of a claim or a release keeps what it
-//! has reserved or cleared, and hinders nobody who gets something. But a claim that would fail for
-//! want of blocks waits for threads that are moving credits between their home and the total at that
-//! moment, a few dozen instructions: it must not be told that there is nothing, and cannot know.
-//! (Placement [`super::Placement::Fifo`] takes a lock.)
+//! Lock-free: every loop either ends or was overtaken by another thread's finished step. A thread
+//! that stops for ever in the middle of a claim or a release keeps what it has reserved or cleared,
+//! and hinders nobody. (Placement [`super::Placement::Fifo`] takes a lock.)
 //!
 //! # ABA
 //!
@@ -58,11 +55,14 @@
 use std::ops::Range;
 
 use super::counter::{BARREN, BUSY, HOME, PAGE, count};
-use super::homes::{Home, Look, MAX_WINDOWS, SEATS, Seat, credits};
+use super::homes::{Home, MAX_WINDOWS, SEATS, Seat, credits};
 use super::index::Index;
 use super::placement::{End, Placement, Scatter, Zone};
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, AtomicU64, Ordering, collected, yield_now, zeroed_u32};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, collected, relax, zeroed_u32};
+
+/// Looks of a claim at what other threads are just moving, before it is refused.
+const PATIENCE: u32 = if cfg!(any(loom, shuttle)) { 4 } else { 4096 };
 
 /// A number alone on its cache lines.
 #[derive(Debug)]
@@ -239,39 +239,45 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         &self.homes[..self.active.load(Ordering::Acquire) as usize]
     }
 
-    /// Takes the seat's window away from it: its credits go back to the window's counter. Returns
-    /// how many, which are then to be put where the total can see them; until then the caller is
-    /// [`Home::moving`].
-    fn vacate(&self, home: &Home) -> u32 {
+    /// Takes the seat's window away from it: its credits go back to the window's counter, and to
+    /// the total or to this home's wallet. Returns the seat as it was left.
+    fn vacate(&self, home: &Home, to_total: bool) -> Seat {
         let mut seat = home.seat();
         while let Some(window) = seat.window() {
-            match home.change(seat, seat.left()) {
+            let n = seat.credits();
+            let _hand = home.open_hand(n);
+            let left = seat.left();
+            match home.change(seat, left) {
                 Ok(()) => {
-                    let n = seat.credits();
                     self.raise(window, n, HOME);
-                    return n;
+                    if to_total {
+                        self.put_total(n);
+                    } else {
+                        self.deposit(home, n);
+                    }
+                    return left;
                 }
                 Err(seen) => seat = seen,
             }
         }
-        0
+        seat
     }
 
-    /// The thread gives its home window up.
+    /// A thread gives its home window up, or has it taken away.
     pub(crate) fn leave(&self, home: &Home) {
-        if home.seat().window().is_some() {
-            let _moving = home.moving();
-            self.deposit(home, self.vacate(home));
-        }
+        self.vacate(home, false);
     }
 
-    /// All that a thread has for itself goes to the total.
-    fn empty_out(&self, home: &Home) {
-        // Two threads that find nothing must not take each other for busy.
-        if home.seat().window().is_some() || credits(home.wallet.load(Ordering::Acquire)) > 0 {
-            let _moving = home.moving();
-            self.put_total(self.vacate(home) + home.withdraw_up_to(u32::MAX));
+    /// A home loses its window and its wallet to the total. Returns its seat and wallet then.
+    fn drain_one(&self, home: &Home) -> (Seat, u64) {
+        let seat = self.vacate(home, true);
+        // Acquire: pairs with `put`.
+        let wallet = home.wallet.load(Ordering::Acquire);
+        if credits(wallet) > 0 {
+            let _hand = home.open_hand(credits(wallet));
+            self.put_total(home.withdraw_up_to(credits(wallet)));
         }
+        (seat, home.wallet.load(Ordering::Acquire))
     }
 
     /// All threads lose their home windows and wallets to the total. Returns whether there was any
@@ -280,7 +286,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let mut any = false;
         for home in self.active() {
             any |= home.seat().window().is_some();
-            self.empty_out(home);
+            self.drain_one(home);
         }
         any
     }
@@ -334,13 +340,14 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         if n == 0 {
             return;
         }
-        if n >= Self::WINDOW {
+        if n > 2 * Self::WINDOW {
             return self.put_total(n);
         }
         let has = home.put(n);
-        if has > 2 * Self::WINDOW {
-            let _moving = home.moving();
-            self.put_total(home.withdraw_up_to(has - Self::WINDOW));
+        if has > 4 * Self::WINDOW {
+            let spare = has - 2 * Self::WINDOW;
+            let _hand = home.open_hand(spare);
+            self.put_total(home.withdraw_up_to(spare));
         }
     }
 
@@ -365,32 +372,41 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// As [`Physical::reserve`], with everything that the threads have for themselves.
     ///
-    /// Failing is linearisable: two looks at every home, both of them after it was emptied, saw
-    /// that nothing was there and nobody was moving credits, and are equal; between them the total
-    /// was too small. Whoever took credits out of a word that is read here said before that it is
-    /// moving them, and says after putting them elsewhere that it is not: the second look sees
-    /// either the beginning or, unless the first one did, the end. So at the moment when the total
-    /// was read there were no other credits. Threads that keep raising make this loop go round,
-    /// each round for a finished operation of theirs, and threads that are moving are waited for:
-    /// what they hold is enough, perhaps.
+    /// A refusal holds for the moment when the total was read: before and after it each home was
+    /// seen with the same empty seat, wallet and hand (their versions say that they did not change
+    /// in between), so there were no credits elsewhere. When hands are open that might hold what is
+    /// missing, this thread looks again; only if one of them stays open for [`PATIENCE`] rounds,
+    /// because its thread was stopped there, the claim is refused although there might have been
+    /// enough: no thread waits for another without end.
     fn reserve_all(&self, least: u32, most: u32) -> u32 {
-        let mut seen = [Look::default(); SEATS];
-        loop {
+        let mut seen = [(Seat(0), 0, 0); SEATS];
+        for round in 0.. {
             let homes = self.active();
             for (home, seen) in homes.iter().zip(&mut seen) {
-                self.empty_out(home);
-                *seen = home.look();
+                let (seat, wallet) = self.drain_one(home);
+                // Acquire: pairs with the closing of the hand.
+                *seen = (seat, wallet, home.hand.load(Ordering::Acquire));
             }
             let got = self.draw(least, most);
             if got > 0 {
                 return got;
             }
-            let same = |(home, seen): (&Home, &Look)| seen.is_nothing() && home.look() == *seen;
-            if self.active().len() == homes.len() && homes.iter().zip(&seen).all(same) {
+            let mut same = self.active().len() == homes.len();
+            let mut hands = 0;
+            for (home, seen) in homes.iter().zip(&seen) {
+                let wallet = home.wallet.load(Ordering::Acquire);
+                let hand = home.hand.load(Ordering::Acquire);
+                same &= (home.seat(), wallet, hand) == *seen && credits(wallet) == 0;
+                hands += credits(hand);
+            }
+            if (same && hands == 0) || round == PATIENCE {
                 return 0;
             }
-            yield_now();
+            if hands > 0 {
+                relax(round);
+            }
         }
+        0
     }
 
     // -- credits of a window -----------------------------------------------------------------
@@ -449,14 +465,29 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
     }
 
-    /// A window has become whole for this thread.
+    /// Cleared bits become credits: in the thread's seat if the window is its home, else in the
+    /// window's counter. Returns how many are still to be put where the total can see them.
+    pub(crate) fn credit(&self, home: &Home, window: u32, n: u32) -> u32 {
+        let mut seat = home.seat();
+        while seat.window() == Some(window) {
+            match home.change(seat, seat.more(n)) {
+                Ok(()) => return 0,
+                Err(seen) => seat = seen,
+            }
+        }
+        self.raise(window, n, 0);
+        self.lower_hints(home, window);
+        n
+    }
+
+    /// Something was released into a window: later claims of this thread may begin there.
     pub(crate) fn lower_hints(&self, home: &Home, window: u32) {
         // Relaxed: hints of this thread's own.
         if home.page.load(Ordering::Relaxed) > window {
             home.page.store(window, Ordering::Relaxed);
         }
         if let Some(mine) = home.seat().window()
-            && window <= mine
+            && window < mine
             && home.lower.load(Ordering::Relaxed) > window
         {
             home.lower.store(window, Ordering::Relaxed);

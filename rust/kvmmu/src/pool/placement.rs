@@ -44,6 +44,15 @@ pub enum Zone {
     Anchor,
 }
 
+/// How the blocks of one claim belong together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fit {
+    /// One sequence's: in few long runs, where the placement can.
+    Together,
+    /// Of as many sequences: single blocks, which fill the small holes.
+    Apart,
+}
+
 /// Draws the places of [`Placement::Scatter`] (SplitMix64: Steele, Lea, Flood, OOPSLA 2014).
 #[derive(Debug)]
 pub(crate) struct Scatter {

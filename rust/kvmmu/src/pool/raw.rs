@@ -10,10 +10,12 @@
 
 use std::ops::Range;
 
-use super::{End, MAX_OWNER, Placement, Pool, State, Word, Zone};
+use super::give::Group;
+use super::physical::Physical;
+use super::{End, Fit, MAX_OWNER, Placement, Pool, State, Word, Zone};
 use crate::config::MAX_BLOCKS;
 use crate::error::{Error, Result};
-use crate::sync::lock;
+use crate::sync::{AtomicU32, Ordering, lock};
 
 /// Settings of a [`Pool`].
 #[derive(Debug, Clone, PartialEq)]
@@ -124,7 +126,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// [`Error::OutOfBlocks`].
     pub fn claim_batch_in(&self, zone: Zone, n: u32, out: &mut Vec<u32>) -> Result<()> {
         self.reserved_for(n)?;
-        self.take_in(n, zone, out);
+        self.take(n, zone, Fit::Together, out);
         Ok(())
     }
 
@@ -134,10 +136,10 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// # Errors
     ///
     /// [`Error::OutOfBlocks`]; [`Error::LimitExceeded`] when `owner` is above [`MAX_OWNER`].
-    pub fn claim_for(&self, owner: u32, n: u32, out: &mut Vec<u32>) -> Result<()> {
+    pub fn claim_for(&self, zone: Zone, owner: u32, n: u32, out: &mut Vec<u32>) -> Result<()> {
         check_owner(owner)?;
         let first = out.len();
-        self.claim_batch(n, out)?;
+        self.claim_batch_in(zone, n, out)?;
         for &block in &out[first..] {
             self.set_word(block, Word::owned(owner));
         }
@@ -320,6 +322,19 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     ///
     /// [`Error::InvalidBlock`] when it is not held, or has an owner; nothing has changed.
     pub fn release(&self, block: u32) -> Result<()> {
+        if block < self.physical.span
+            && self.reserved != Some(block)
+            && self.word(block) == Word::PRIVATE
+            && self.fifo.is_none()
+        {
+            // Private or empty: the exchange on its line decides.
+            let given = self.physical.give_one(self.home(), block);
+            return if given {
+                Ok(())
+            } else {
+                Err(invalid(block, "is not held"))
+            };
+        }
         self.releasable(block).map_err(|why| invalid(block, why))?;
         self.drop_one(block).map_err(|why| invalid(block, why))
     }
@@ -332,13 +347,10 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// has changed. Only if another thread releases the same references in the same moment, which
     /// is one release too many, the blocks that were still held are released before the error.
     pub fn release_batch(&self, blocks: &[u32]) -> Result<()> {
-        let private = self.check_batch(blocks)?;
-        if private {
-            return match self.give_all(blocks) {
-                None => Ok(()),
-                Some(block) => Err(invalid(block, "is not held")),
-            };
+        if let Some(groups) = self.private_groups(blocks) {
+            return self.release_private(groups.iter().copied());
         }
+        self.check_batch(blocks)?;
         let mut wrong = Ok(());
         let mut empty = Vec::new();
         for &block in blocks {
@@ -354,33 +366,52 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         wrong
     }
 
-    /// Whether a batch is of private blocks alone, each once; an error when it cannot be released.
-    fn check_batch(&self, blocks: &[u32]) -> Result<bool> {
-        let span = self.physical.span;
-        let mut ascending = true;
-        let mut before = None;
-        let mut bits = 0;
-        for &block in blocks {
-            if block >= span {
-                return Err(invalid(block, "is not a block of this pool"));
-            }
-            ascending &= before < Some(block);
-            before = Some(block);
-            bits |= self.word(block).0;
+    /// Blocks whose words are 0: the lines decide.
+    fn release_private(&self, groups: impl Iterator<Item = Group> + Clone) -> Result<()> {
+        let empty = |group| self.physical.empty_of(&group);
+        let wrong = groups.clone().find_map(empty);
+        match wrong.or_else(|| self.physical.give_each(self.home(), groups)) {
+            None => Ok(()),
+            Some(block) => Err(invalid(block, "is not held")),
         }
-        if ascending && bits == 0 {
-            // Private, and each once. Whether each is held, word by word of the lines.
-            return match self.physical.first_empty(blocks) {
-                None if self
-                    .reserved
-                    .is_none_or(|null| blocks.binary_search(&null).is_err()) =>
-                {
-                    Ok(true)
-                }
-                None => Err(invalid(self.reserved.unwrap_or(0), NULL)),
-                Some(block) => Err(invalid(block, "is not held")),
+    }
+
+    /// Whether `n` blocks from `first` on are private or empty.
+    fn are_private(&self, first: u32, n: usize) -> bool {
+        let words = self.words.get(first as usize..first as usize + n);
+        // Relaxed, folded without a branch: the lines are read with Acquire after this.
+        let bits = |bits, word: &AtomicU32| bits | word.load(Ordering::Relaxed);
+        words.is_some_and(|words| words.iter().fold(0, bits) == 0)
+    }
+
+    /// Ascending blocks, each once, that are private or empty, as words and bits. `None`: they are
+    /// something else.
+    fn private_groups(&self, blocks: &[u32]) -> Option<Vec<Group>> {
+        if self.fifo.is_some() || self.reserved.is_some_and(|null| blocks.contains(&null)) {
+            return None;
+        }
+        let mut groups = Vec::with_capacity(blocks.len() / 32 + 1);
+        let mut rest = blocks;
+        let mut least = 0;
+        while !rest.is_empty() {
+            let (group, n) = Physical::<BITS, WORDS>::group(rest)?;
+            let private = if group.dense {
+                self.are_private(group.first, n)
+            } else {
+                rest[..n].iter().all(|&block| self.are_private(block, 1))
             };
+            if !private || group.first < least {
+                return None;
+            }
+            least = rest[n - 1] + 1;
+            groups.push(group);
+            rest = &rest[n..];
         }
+        Some(groups)
+    }
+
+    /// An error unless every block can be released as often as it is listed.
+    fn check_batch(&self, blocks: &[u32]) -> Result<()> {
         let mut sorted = blocks.to_vec();
         sorted.sort_unstable();
         for same in sorted.chunk_by(|a, b| a == b) {
@@ -390,7 +421,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
                 return Err(invalid(block, "is listed more often than it is held"));
             }
         }
-        Ok(bits == 0)
+        Ok(())
     }
 
     /// Releases blocks that were claimed for `owner`. All or none.
@@ -424,17 +455,19 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// [`Error::InvalidBlock`] when `first` is not a multiple of 2^order, or as
     /// [`Pool::release_batch`].
     pub fn release_page(&self, first: u32, order: u32) -> Result<()> {
-        let aligned = order <= Self::MAX_ORDER && first % (1 << order) == 0;
+        let aligned = order <= Self::MAX_ORDER && first.is_multiple_of(1 << order);
         let range = self.range(first, 1 << order.min(Self::MAX_ORDER));
         let Some(range) = range.filter(|_| aligned) else {
             return Err(invalid(first, "begins no page of this order"));
         };
-        let window = first / Self::WINDOW;
-        if order == Self::MAX_ORDER
-            && self.fifo.is_none()
-            && self.physical.release_window(self.home(), window)
-        {
-            return Ok(());
+        if self.fifo.is_none() {
+            let window = first / Self::WINDOW;
+            if order == Self::MAX_ORDER && self.physical.release_window(self.home(), window) {
+                return Ok(());
+            }
+            if self.are_private(first, range.len()) {
+                return self.release_private(Physical::<BITS, WORDS>::groups(range));
+            }
         }
         self.release_batch(&range.collect::<Vec<_>>())
     }
@@ -489,6 +522,16 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     }
 
     // -- looking -----------------------------------------------------------------------------
+
+    /// Blocks that can be handed out.
+    pub fn num_blocks(&self) -> u32 {
+        self.usable()
+    }
+
+    /// The block that is never handed out.
+    pub fn null_block(&self) -> u32 {
+        self.reserved.unwrap_or(self.physical.span)
+    }
 
     /// Windows that are wholly empty.
     pub fn free_windows(&self) -> u32 {

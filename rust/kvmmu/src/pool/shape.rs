@@ -24,7 +24,7 @@ use std::ops::Range;
 use super::counter::{BUSY, COUNT, HOME, PAGE, barren, count};
 use super::homes::Home;
 use super::physical::Physical;
-use super::placement::Zone;
+use super::placement::{Fit, Zone};
 use crate::sync::Ordering;
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
@@ -43,7 +43,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             let lower = home.lower.load(Ordering::Relaxed);
             if seat.credits() < n
                 || seat.order() > order
-                || lower <= window
+                || lower < window
                 || !self.is_in(window, zone)
             {
                 break;
@@ -112,8 +112,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         };
         // The rest of the window's credits, as far as the pool has them.
-        let _moving = home.moving();
-        let rest = self.reserve_at_hand(home, count(self.counter(window)));
+        let most = count(self.counter(window));
+        let _hand = home.open_hand(most);
+        let rest = self.reserve_at_hand(home, most);
         let got = self.lower(window, 1, rest, 0, HOME);
         self.deposit(home, rest - got);
         self.sit(home, window, order, got);
@@ -251,20 +252,32 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     fn vacant_in(&self, mut range: Range<u32>) -> Option<u32> {
         while let Some(window) = self.vacant.next(range.clone()) {
             if self.lower(window, Self::WINDOW, Self::WINDOW, HOME, PAGE) > 0 {
-                for line in &self.lines[Self::words_of(window)] {
-                    // Release: pairs with the Acquire of whoever looks. No exchange: see the
-                    // module.
-                    line.store(!0, Ordering::Release);
-                }
+                self.fill_window(window);
                 return Some(window);
             }
+            self.recheck_vacant(window);
+            range.start = window + 1;
+        }
+        None
+    }
+
+    /// A window turned out not to be whole, or was claimed from: the vacant index learns it.
+    pub(crate) fn recheck_vacant(&self, window: u32) {
+        if count(self.counter(window)) < Self::WINDOW {
             self.vacant.clear(window);
             if count(self.counter_after(window)) == Self::WINDOW {
                 self.vacant.set(window);
             }
-            range.start = window + 1;
         }
-        None
+    }
+
+    /// With all credits of a window: sets its bits. Nobody else may set or clear one, so it needs no
+    /// exchange.
+    pub(crate) fn fill_window(&self, window: u32) {
+        for line in &self.lines[Self::words_of(window)] {
+            // Release: pairs with the Acquire of whoever looks.
+            line.store(!0, Ordering::Release);
+        }
     }
 
     /// A home that is wholly empty serves as a page.
@@ -339,6 +352,10 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         for (window, part) in parts(range.clone()) {
             let n = part.len() as u32;
             let credited = self.lower_any(window, n);
+            if credited && n == Self::WINDOW {
+                self.fill_window(window);
+                continue;
+            }
             if credited && self.set_range(part) {
                 continue;
             }
@@ -422,6 +439,12 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 Some(first) => return Some(first),
                 None => from = end,
             }
+            if (1..Self::HUGE).contains(&order)
+                && self.counter(window) & HOME == 0
+                && self.find_page(window, order).is_none()
+            {
+                self.give_up_on(window, order);
+            }
             if from >= range.end {
                 return None;
             }
@@ -456,6 +479,23 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         }
         start.max(least)
+    }
+
+    /// How many blocks from `first` on look free, `most` at most.
+    pub(crate) fn run_length(&self, first: u32, most: u32) -> u32 {
+        let mut n = 0;
+        while n < most {
+            let (word, _) = Self::place(first + n);
+            let offset = first + n - word as u32 * BITS;
+            // Acquire: pairs with the release that cleared the bits.
+            let line = self.lines[word].load(Ordering::Acquire) >> offset;
+            let free = line.trailing_zeros().min(BITS - offset);
+            n += free;
+            if free < BITS - offset {
+                break;
+            }
+        }
+        n.min(most)
     }
 
     /// The first run of `n` free blocks that begins in `start .. end`; it may reach up to `most`.
@@ -509,7 +549,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 };
                 match first {
                     Some(first) => out.extend(first..first + piece),
-                    None => self.take(1, Zone::Body, out),
+                    None => self.take(1, Zone::Body, Fit::Apart, out),
                 }
                 rest -= piece;
             }

@@ -144,6 +144,11 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         }
     }
 
+    /// Block numbers, the null block among them if it is not behind the last.
+    pub(crate) fn span(&self) -> u32 {
+        self.physical.span
+    }
+
     /// Blocks that can be handed out.
     pub(crate) fn usable(&self) -> u32 {
         self.physical.span - u32::from(self.reserved.is_some())

@@ -2,6 +2,7 @@
 
 use super::write::Row;
 use crate::error::Result;
+use crate::pool::{Fit, Zone};
 use crate::state::Mmu;
 
 impl Mmu {
@@ -37,7 +38,7 @@ impl Mmu {
                 return Err(error);
             }
         };
-        let fresh = self.take(reserved, shared.as_deref_mut());
+        let fresh = self.take(reserved, (Zone::Body, Fit::Together), shared.as_deref_mut());
         let mut copies = Vec::new();
         self.grow(
             None,

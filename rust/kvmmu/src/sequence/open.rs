@@ -1,6 +1,7 @@
 //! `open`: a new sequence for a prompt, all of its blocks at once. And the questions before it.
 
 use crate::error::{Error, Result};
+use crate::pool::{Fit, Zone};
 use crate::prefix::Keys;
 use crate::state::{Mmu, Sequence, Shared, Vbn, id};
 use crate::stats::count;
@@ -39,10 +40,16 @@ impl Mmu {
     /// The longest cached prefix of full blocks is mapped; at least the last token is left to
     /// compute. Returns the id of the sequence.
     pub fn open(&self, tokens: &[i32], keys: Keys) -> Result<i64> {
+        self.open_in(Zone::Body, tokens, keys)
+    }
+
+    /// As [`Mmu::open`], with a preference where the new blocks lie: [`Zone::Anchor`] for a prompt
+    /// that is expected to be shared and to stay, like a system prompt.
+    pub fn open_in(&self, zone: Zone, tokens: &[i32], keys: Keys) -> Result<i64> {
         let _gate = self.enter();
         let blocks = self.checked_blocks(0, tokens.len())?;
         let (slot, mut sequence) = self.take_slot()?;
-        let opened = self.fill(slot, &mut sequence, blocks, tokens, keys);
+        let opened = self.fill(slot, &mut sequence, blocks, zone, tokens, keys);
         let id = id(sequence.generation, slot);
         match opened {
             Ok(()) => Ok(id),
@@ -73,6 +80,7 @@ impl Mmu {
         slot: u32,
         sequence: &mut Sequence,
         blocks: u32,
+        zone: Zone,
         tokens: &[i32],
         keys: Keys,
     ) -> Result<()> {
@@ -92,7 +100,7 @@ impl Mmu {
         for (index, &block) in (0..).zip(&matched) {
             self.retain(&mut shared, block, Some(Vbn::new(slot, index)));
         }
-        let fresh = self.take(reserved, Some(&mut shared));
+        let fresh = self.take(reserved, (zone, Fit::Together), Some(&mut shared));
         drop(shared);
 
         let start = matched.len() as u32;

@@ -4,6 +4,7 @@
 use super::rows::{RowBuffers, Rows, write_slots};
 use super::write::Row;
 use crate::error::{Error, Result};
+use crate::pool::{Fit, Zone};
 use crate::state::{Entry, Mmu, Shared};
 use crate::sync::MutexGuard;
 
@@ -178,7 +179,12 @@ impl Mmu {
             self.pool.unreserve(reserved.0);
             return Err(error);
         }
-        let fresh = self.take(reserved, shared.as_deref_mut());
+        // Decoding takes a block here and there; a long prompt's part takes many at once.
+        let fit = match needed as usize > batch.len() {
+            true => Fit::Together,
+            false => Fit::Apart,
+        };
+        let fresh = self.take(reserved, (Zone::Body, fit), shared.as_deref_mut());
         Ok((shared, fresh, steps))
     }
 

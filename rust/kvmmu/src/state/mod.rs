@@ -28,7 +28,7 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::pool::{End, Pool, State, States, Word};
+use crate::pool::{End, Fit, Pool, State, States, Word, Zone};
 use crate::prefix::{Index, Tokens};
 use crate::stats::{Stats, StatsReading, count};
 use crate::sync::{
@@ -146,7 +146,7 @@ impl Mmu {
             .collect();
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::build(n, reserved, config.placement, End::Low, 0.0)?,
+            pool: Pool::build(n, reserved, config.placement, End::Low, config.anchor)?,
             table: Table::new(config.table_nodes)?,
             reverse: Reverse::new(n)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,
@@ -370,10 +370,11 @@ impl Mmu {
     pub(crate) fn take(
         &self,
         (reserved, evict): (u32, u32),
+        (zone, fit): (Zone, Fit),
         shared: Option<&mut Shared>,
     ) -> Vec<u32> {
         let mut blocks = Vec::with_capacity((reserved + evict) as usize);
-        self.pool.take(reserved, &mut blocks);
+        self.pool.take(reserved, zone, fit, &mut blocks);
         if evict > 0 {
             let shared = shared.expect("evicting needs the shared lock");
             let mut spare = Vec::new();

@@ -1,0 +1,123 @@
+//! Batches in few long runs: which part of the pool a batch is cut from.
+//!
+//! What lives here: the choice of runs for a batch. What never lives here: finding or claiming one
+//! ([`super::shape`]).
+//!
+//! Plain first fit gives a batch whatever holes come first, and under churn that is about five
+//! blocks a run. So a batch of [`super::Placement::AddressOrder`] is cut like this, each time from
+//! the end of the pool where small claims go:
+//!
+//! 1. from windows that are partly used, below the first whole one: runs of 64 and more, lowest
+//!    first; then of 16 and more; what is left of the batch fits anywhere that is long enough;
+//! 2. from the first whole window on, unless fewer than 5 % of the windows are whole (these are for
+//!    huge pages), or less than 16 blocks are left to place;
+//! 3. runs of 4 and more, then the lowest empty blocks.
+//!
+//! Holes that are too small for batches stay for single blocks, which take the lowest there are.
+
+use std::ops::Range;
+
+use super::physical::Physical;
+use super::placement::{End, Zone};
+
+/// A run that is long enough to begin with, and the shorter one that is tried next.
+const LONG: [u32; 2] = [64, 16];
+/// Fewer blocks do not open a whole window.
+const OPENS: u32 = 16;
+/// One window in so many is kept whole.
+const KEPT: u32 = 20;
+
+impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
+    /// Turns up to `n` reserved blocks into runs, appended to `out` by ascending address; returns
+    /// how many.
+    pub(crate) fn take_runs(&self, n: u32, zone: Zone, out: &mut Vec<u32>) -> u32 {
+        let mut runs = Vec::new();
+        let mut left = n;
+        for zone in self.zones(zone) {
+            let partial = self.partial(&zone);
+            for length in LONG {
+                left -= self.fill(length, &partial, left, &mut runs);
+            }
+            while left >= OPENS && self.vacant.count() > self.windows() / KEPT {
+                let Some(run) = self.open_whole(&zone, left) else {
+                    break;
+                };
+                left -= run.len() as u32;
+                runs.push(run);
+            }
+            left -= self.fill(4, &partial, left, &mut runs);
+        }
+        runs.sort_unstable_by_key(|run| run.start);
+        runs.into_iter().for_each(|run| out.extend(run));
+        n - left
+    }
+
+    /// The windows of a zone before the first whole one, seen from the end where small claims go.
+    fn partial(&self, zone: &Range<u32>) -> Range<u32> {
+        match self.small_from {
+            End::Low => zone.start..self.vacant.next(zone.clone()).unwrap_or(zone.end),
+            End::High => self.vacant.prev(zone.clone()).map_or(zone.start, |w| w + 1)..zone.end,
+        }
+    }
+
+    /// Takes runs of at least `length` (or all that is left) within some windows, the lowest first,
+    /// until `n` blocks are taken or there are none; returns how many.
+    fn fill(&self, length: u32, windows: &Range<u32>, n: u32, runs: &mut Vec<Range<u32>>) -> u32 {
+        let end = (windows.end * Self::WINDOW).min(self.span);
+        let mut from = windows.start * Self::WINDOW;
+        let mut left = n;
+        let mut whole = left >= length;
+        while left > 0 {
+            if whole && left < length {
+                // The rest of the batch fits where the others did not.
+                from = windows.start * Self::WINDOW;
+                whole = false;
+            }
+            let Some(first) = self.find_run(left.min(length), from..end) else {
+                break;
+            };
+            let run = first..first + self.run_length(first, left.min(end - first));
+            if self.take_range(run.clone()) {
+                left -= run.len() as u32;
+                from = run.end;
+                runs.push(run);
+            } else {
+                // Taken meanwhile, or credits that are on their way.
+                from = first + 1;
+            }
+        }
+        n - left
+    }
+
+    /// Takes a run of up to `n` blocks that begins with a whole window.
+    fn open_whole(&self, zone: &Range<u32>, n: u32) -> Option<Range<u32>> {
+        let mut rest = zone.clone();
+        loop {
+            let window = match self.small_from {
+                End::Low => self.vacant.next(rest.clone())?,
+                End::High => self.vacant.prev(rest.clone())?,
+            };
+            let first = window * Self::WINDOW;
+            let end = (zone.end * Self::WINDOW).min(self.span);
+            let length = self.run_length(first, n.min(end - first));
+            let run = first..first + length;
+            let whole = length >= n.min(Self::WINDOW);
+            if whole && self.take_range(run.clone()) {
+                self.no_longer_whole(&run);
+                return Some(run);
+            }
+            // Not whole (any more): the index learns it.
+            self.recheck_vacant(window);
+            match self.small_from {
+                End::Low => rest.start = window + 1,
+                End::High => rest.end = window,
+            }
+        }
+    }
+
+    fn no_longer_whole(&self, run: &Range<u32>) {
+        for window in run.start / Self::WINDOW..run.end.div_ceil(Self::WINDOW) {
+            self.recheck_vacant(window);
+        }
+    }
+}
