@@ -379,8 +379,9 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// Whether `n` blocks from `first` on are private or empty.
     fn are_private(&self, first: u32, n: usize) -> bool {
         let words = self.words.get(first as usize..first as usize + n);
-        // Relaxed, folded without a branch: the lines are read with Acquire after this.
-        let bits = |bits, word: &AtomicU32| bits | word.load(Ordering::Relaxed);
+        // Acquire: pairs with the exchange that gave another reference back; what that holder did
+        // to the block is before what its next owner does. Folded without a branch.
+        let bits = |bits, word: &AtomicU32| bits | word.load(Ordering::Acquire);
         words.is_some_and(|words| words.iter().fold(0, bits) == 0)
     }
 
