@@ -652,7 +652,7 @@ fn a_cached_block_is_revived_or_evicted_never_both() {
         world.pool.publish(&[block]).unwrap();
         world.pool.release(block).unwrap();
         let other = world.spawn(1, move |world| world.pool.evict(block));
-        let revived = world.pool.retain(&[block]).is_ok();
+        let revived = world.pool.revive(&[block]).is_ok();
         let evicted = other.join().unwrap();
         assert!(revived != evicted, "revived: {revived}, evicted: {evicted}");
         world.pool.audit().unwrap();

@@ -24,6 +24,7 @@ enum Op {
     ReleasePage(usize),
     ReleaseFor(u32),
     Retain(Vec<u32>),
+    Revive(Vec<u32>),
     Publish(Vec<u32>),
     Evict(u32),
     Offline(u32, u32),
@@ -122,6 +123,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         3 => any::<usize>().prop_map(Op::ReleasePage),
         1 => (0u32..3).prop_map(Op::ReleaseFor),
         2 => few().prop_map(Op::Retain),
+        2 => few().prop_map(Op::Revive),
         2 => few().prop_map(Op::Publish),
         2 => (0u32..70).prop_map(Op::Evict),
         1 => (0u32..70, 0u32..10).prop_map(|(first, n)| Op::Offline(first, n)),
@@ -304,6 +306,20 @@ fn step<const BITS: u32, const WORDS: usize>(
                 }
             }
             prop_assert_eq!(pool.retain(blocks).is_ok(), good);
+            if good {
+                model.held = held;
+            }
+        }
+        Op::Revive(blocks) => {
+            let mut held = model.held.clone();
+            let mut good = true;
+            for block in blocks {
+                match held.get_mut(block) {
+                    Some(Held::Shared(n, true)) => *n += 1,
+                    _ => good = false,
+                }
+            }
+            prop_assert_eq!(pool.revive(blocks).is_ok(), good);
             if good {
                 model.held = held;
             }
@@ -565,7 +581,7 @@ fn a_cached_block_is_revived_or_evicted_never_both() {
         pool.release(block).unwrap();
         assert_eq!((pool.states().cached, pool.references(block)), (1, Ok(0)));
         let (revived, evicted) = std::thread::scope(|scope| {
-            let revived = scope.spawn(|| pool.retain(&[block]).is_ok());
+            let revived = scope.spawn(|| pool.revive(&[block]).is_ok());
             let evicted = scope.spawn(|| pool.evict(block));
             (revived.join().unwrap(), evicted.join().unwrap())
         });

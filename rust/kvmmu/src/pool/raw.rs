@@ -217,16 +217,45 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     // -- sharing -----------------------------------------------------------------------------
 
-    /// One more reference for each block; a cached one comes back into use (against an eviction at
-    /// the same time exactly one wins). All or none.
+    /// One more reference for each block; a cached one comes back into use. All or none. Whoever
+    /// calls it holds the blocks, or knows that nobody empties them meanwhile: a private block
+    /// cannot be told from one that has just been emptied. An index that finds blocks which others
+    /// may evict calls [`Pool::revive`].
     ///
     /// # Errors
     ///
     /// [`Error::InvalidBlock`] names the first block that is not held or cached, has
     /// [`MAX_REFERENCES`](super::MAX_REFERENCES), or has an owner.
     pub fn retain(&self, blocks: &[u32]) -> Result<()> {
+        self.retain_each(blocks, |block| {
+            self.held(block)?;
+            self.single(block)?;
+            self.retain_one(block, |_| true)
+        })
+    }
+
+    /// One more reference for each of some published blocks, in use or cached: against an eviction
+    /// at the same time exactly one wins. All or none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not published (any more), or has
+    /// [`MAX_REFERENCES`](super::MAX_REFERENCES).
+    pub fn revive(&self, blocks: &[u32]) -> Result<()> {
+        self.retain_each(blocks, |block| {
+            // A word that says so is of a block that is not empty.
+            self.range(block, 1).ok_or("is not a block of this pool")?;
+            self.retain_one(block, Word::is_published)
+        })
+    }
+
+    fn retain_each(
+        &self,
+        blocks: &[u32],
+        one: impl Fn(u32) -> std::result::Result<(), &'static str>,
+    ) -> Result<()> {
         for (done, &block) in blocks.iter().enumerate() {
-            if let Err(reason) = self.retain_one(block) {
+            if let Err(reason) = one(block) {
                 for &block in &blocks[..done] {
                     self.drop_one(block).expect("this reference was just taken");
                 }
@@ -236,11 +265,17 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         Ok(())
     }
 
-    fn retain_one(&self, block: u32) -> std::result::Result<(), &'static str> {
-        self.held(block)?;
-        self.single(block)?;
+    /// One more reference, as long as the word is one that `may` have it.
+    fn retain_one(
+        &self,
+        block: u32,
+        may: impl Fn(Word) -> bool,
+    ) -> std::result::Result<(), &'static str> {
         let mut word = self.word(block);
         loop {
+            if !may(word) {
+                return Err("is not published");
+            }
             let Some(more) = word.retained() else {
                 return Err(match word.state() {
                     State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
