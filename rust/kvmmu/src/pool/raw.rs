@@ -257,7 +257,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         for (done, &block) in blocks.iter().enumerate() {
             if let Err(reason) = one(block) {
                 for &block in &blocks[..done] {
-                    self.drop_one(block).expect("this reference was just taken");
+                    self.drop_one(block).expect("this reference was just taken"); // undo
                 }
                 return Err(invalid(block, reason));
             }
@@ -475,7 +475,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             // The exchange decides: of two releases with the same owner one is told.
             if held.is_err() || self.change_word(block, owned, Word::PRIVATE).is_err() {
                 for &block in &blocks[..done] {
-                    self.set_word(block, owned);
+                    self.set_word(block, owned); // undo
                 }
                 return Err(invalid(block, held.err().unwrap_or(NOT_THIS)));
             }
@@ -545,7 +545,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
                 .is_err()
             {
                 for block in first..block {
-                    self.set_word(block, Word::OFFLINE);
+                    self.set_word(block, Word::OFFLINE); // undo
                 }
                 return Err(invalid(block, "is not offline"));
             }
