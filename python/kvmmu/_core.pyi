@@ -361,10 +361,14 @@ class Pool:
         Raises:
             InvalidBlock: the first that is not held, is owned, or is full.
         """
-    def revive(self, block: int) -> bool:
-        """One more reference of a published block, by somebody who found it in an index of
-        contents: in use or cached. Against an eviction at the same time exactly one wins. False if
-        it is not published (any more)."""
+    def revive(self, blocks: npt.NDArray[np.int32]) -> None:
+        """One more reference for each of some published blocks (int32 [k]), by somebody who found
+        them in an index of contents: in use or cached. Against an eviction at the same time exactly
+        one wins. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not published (any more), or is full.
+        """
     def publish(self, blocks: npt.NDArray[np.int32]) -> None:
         """An index of contents knows these blocks (int32 [k]): with their last reference they become
         cached instead of empty. All or none.

@@ -159,9 +159,9 @@ impl Pool {
         self.call(py, |core| core.publish(self::blocks(array.slice())))
     }
 
-    fn revive(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<bool> {
-        let block = count(block, "block", 0)?;
-        self.get(py, |core| core.revive(block))
+    fn revive(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.revive(self::blocks(array.slice())))
     }
 
     fn evict(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<bool> {

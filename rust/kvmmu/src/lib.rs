@@ -70,3 +70,14 @@ pub use sequence::{Lease, Quote, RowBuffers, Rows, Tables, When};
 pub use state::{Mmu, SequenceInfo};
 pub use stats::StatsReading;
 pub use validate::Broken;
+
+/// What a model of several threads says about them (`tests/loom.rs`, `tests/shuttle.rs`).
+#[cfg(any(loom, shuttle))]
+#[doc(hidden)]
+pub mod model {
+    /// The calling thread is this one from now on: it sits in the pool's seat of this number,
+    /// modulo their number, which is 2.
+    pub fn this_is_thread(number: usize) {
+        crate::sync::number::set(number);
+    }
+}

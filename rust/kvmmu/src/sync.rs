@@ -6,28 +6,28 @@
 //! Locks are taken in this order, never the other way: gate, sequences, shared, steps. A lock is
 //! never held while bytes of KV are copied.
 
-use std::cell::Cell;
-
 use crate::error::{Error, Result};
 
 pub(crate) use behind::*;
+#[cfg(loom)]
+mod watched;
+
+/// A number that only tells things apart: it guards no memory, and no model is about it.
+pub(crate) use std::sync::atomic::AtomicU64 as Serial;
 
 /// The standard library.
 #[cfg(not(any(loom, shuttle)))]
 mod behind {
-    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use std::thread_local;
 }
 
 /// loom: every interleaving and every reading that the memory model allows, of small programs.
 #[cfg(loom)]
 mod behind {
-    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub(crate) use super::watched::{AtomicU32, AtomicU64};
+    pub(crate) use loom::sync::atomic::Ordering;
     pub(crate) use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use loom::thread_local;
-    // Numbers of threads are not part of what is checked.
-    pub(crate) use std::sync::atomic::AtomicUsize;
 }
 
 /// shuttle: random schedules of larger programs, sequentially consistent.
@@ -35,14 +35,6 @@ mod behind {
 mod behind {
     pub(crate) use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-    pub(crate) use shuttle::thread_local;
-    // Numbers of threads are not part of what is checked.
-    pub(crate) use std::sync::atomic::AtomicUsize;
-}
-
-thread_local! {
-    /// One more than the thread's number; 0 before it was asked for.
-    static NUMBER: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Lets others get on: at first only the processor's other half, then the system's other threads.
@@ -60,21 +52,60 @@ pub(crate) fn relax(round: u32) {
     let _ = round;
 }
 
-/// A small number for each thread, in the order in which they first asked.
+/// A small number for each thread.
 pub(crate) fn thread_number() -> usize {
-    match NUMBER.with(Cell::get) {
-        0 => new_thread_number(),
-        number => number - 1,
+    number::get()
+}
+
+/// Numbers of threads, in the order in which they first asked.
+#[cfg(not(any(loom, shuttle)))]
+mod number {
+    use std::cell::Cell;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    thread_local! {
+        /// One more than the thread's number; 0 before it was asked for.
+        static NUMBER: Cell<usize> = const { Cell::new(0) };
+    }
+
+    pub(crate) fn get() -> usize {
+        match NUMBER.with(Cell::get) {
+            0 => new(),
+            number => number - 1,
+        }
+    }
+
+    #[cold]
+    fn new() -> usize {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        // Relaxed: only the number itself matters.
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        NUMBER.with(|cell| cell.set(number + 1));
+        number
     }
 }
 
-#[cold]
-fn new_thread_number() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    // Relaxed: only the number itself matters.
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    NUMBER.with(|cell| cell.set(number + 1));
-    number
+/// Numbers of threads, as a model gives them: so each execution is the same, and a model can seat
+/// two threads together.
+#[cfg(any(loom, shuttle))]
+pub(crate) mod number {
+    #[cfg(loom)]
+    use loom::thread_local as local;
+    #[cfg(shuttle)]
+    use shuttle::thread_local as local;
+    use std::cell::Cell;
+
+    local! {
+        static NUMBER: Cell<usize> = Cell::new(0);
+    }
+
+    pub(crate) fn get() -> usize {
+        NUMBER.with(Cell::get)
+    }
+
+    pub(crate) fn set(number: usize) {
+        NUMBER.with(|cell| cell.set(number));
+    }
 }
 
 /// `n` zeroed words whose pages the operating system hands out on first touch.

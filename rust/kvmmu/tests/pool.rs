@@ -24,7 +24,7 @@ enum Op {
     ReleasePage(usize),
     ReleaseFor(u32),
     Retain(Vec<u32>),
-    Revive(u32),
+    Revive(Vec<u32>),
     Publish(Vec<u32>),
     Evict(u32),
     Destine(Vec<u32>),
@@ -127,7 +127,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         3 => any::<usize>().prop_map(Op::ReleasePage),
         1 => (0u32..3).prop_map(Op::ReleaseFor),
         2 => few().prop_map(Op::Retain),
-        2 => (0u32..70).prop_map(Op::Revive),
+        2 => few().prop_map(Op::Revive),
         2 => few().prop_map(Op::Publish),
         2 => (0u32..70).prop_map(Op::Evict),
         1 => few().prop_map(Op::Destine),
@@ -317,15 +317,19 @@ fn step<const BITS: u32, const WORDS: usize>(
                 model.held = held;
             }
         }
-        Op::Revive(block) => {
-            let published = match model.held.get_mut(block) {
-                Some(Held::Shared(n, true)) => {
-                    *n += 1;
-                    true
+        Op::Revive(blocks) => {
+            let mut held = model.held.clone();
+            let mut good = true;
+            for block in blocks {
+                match held.get_mut(block) {
+                    Some(Held::Shared(n, true)) => *n += 1,
+                    _ => good = false,
                 }
-                _ => false,
-            };
-            prop_assert_eq!(pool.revive(*block), published);
+            }
+            prop_assert_eq!(pool.revive(blocks).is_ok(), good);
+            if good {
+                model.held = held;
+            }
         }
         Op::Publish(blocks) => {
             let may = |block: &u32| matches!(model.held.get(block), Some(Held::Shared(1.., _)));
@@ -610,7 +614,7 @@ fn a_cached_block_is_revived_or_evicted_never_both() {
         pool.release(block).unwrap();
         assert_eq!((pool.states().cached, pool.references(block)), (1, Ok(0)));
         let (revived, evicted) = std::thread::scope(|scope| {
-            let revived = scope.spawn(|| pool.revive(block));
+            let revived = scope.spawn(|| pool.revive(&[block]).is_ok());
             let evicted = scope.spawn(|| pool.evict(block));
             (revived.join().unwrap(), evicted.join().unwrap())
         });

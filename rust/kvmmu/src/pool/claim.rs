@@ -58,7 +58,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                         _ => self.adopt(home, window, 0, got),
                     };
                     if got == 1 && !adopted {
-                        self.deposit(home, 1);
+                        self.deposit(home, 1); // undo
                     }
                     if adopted {
                         return Some(self.set_one(window));
@@ -80,7 +80,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// reservation goes back. False: the window was taken.
     pub(crate) fn adopt(&self, home: &Home, window: u32, order: u32, reserved: u32) -> bool {
         let got = self.lower(window, 1, reserved, HOME, HOME);
-        self.deposit(home, reserved - got);
+        self.deposit(home, reserved - got); // undo
         if got == 0 {
             return false;
         }
@@ -93,8 +93,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     pub(crate) fn sit(&self, home: &Home, window: u32, order: u32, n: u32) {
         let seat = home.seat();
         if seat.window().is_some() || home.change(seat, seat.taken(window, order, n)).is_err() {
-            self.raise(window, n, HOME);
-            self.deposit(home, n);
+            self.raise(window, n, HOME); // undo
+            self.deposit(home, n); // undo
         }
     }
 
@@ -154,7 +154,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
         self.open.clear(window);
         if count(self.counter_after(window)) > 0 {
-            self.open.set(window);
+            self.open.set(window); // undo
         }
         false
     }

@@ -83,7 +83,7 @@ impl Index {
             self.summary[above].fetch_and(!mark, Ordering::AcqRel);
             // A read-modify-write on purpose (see the module). AcqRel: pairs with `set`.
             if self.bits[word].fetch_or(0, Ordering::AcqRel) != 0 {
-                self.raise(word);
+                self.raise(word); // undo
             }
         }
     }

@@ -13,7 +13,7 @@ use std::ops::Range;
 use super::give::Group;
 use super::physical::Physical;
 use super::states::Change;
-use super::{End, Fit, MAX_OWNER, Placement, Pool, State, Word, Zone};
+use super::{End, Fit, MAX_OWNER, MAX_REFERENCES, Placement, Pool, State, Word, Zone};
 use crate::config::MAX_BLOCKS;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, lock};
@@ -223,23 +223,61 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// # Errors
     ///
     /// [`Error::InvalidBlock`] names the first block that is not held, has
-    /// [`MAX_REFERENCES`](super::MAX_REFERENCES), or has an owner.
+    /// [`MAX_REFERENCES`], or has an owner.
     pub fn retain(&self, blocks: &[u32]) -> Result<()> {
         self.all_held(blocks)?;
         let more = |word: Word| match word.retained() {
             Some(more) if word.state() == State::InUse => Change::To(more),
             _ => Change::Refuse,
         };
-        let refused = self.change_each(blocks, more, |_, _| {});
-        refused.map_err(|at| {
+        self.raise_each(blocks, more)
+    }
+
+    /// One more reference for each of some published blocks, by somebody who found them in an index
+    /// of contents: they may be in use or cached, and a cached one comes back into use. Against an
+    /// eviction at the same time exactly one wins. All or none.
+    ///
+    /// The number says nothing about the contents. An index that evicts takes the entry out first;
+    /// then whoever found the entry before and revives the block afterwards is told that it is gone.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not published (any more), or has
+    /// [`MAX_REFERENCES`].
+    pub fn revive(&self, blocks: &[u32]) -> Result<()> {
+        for &block in blocks {
+            // A word that says published is of a block that is not empty.
+            let inside = self.range(block, 1);
+            inside.ok_or_else(|| invalid(block, "is not a block of this pool"))?;
+        }
+        let more = |word: Word| match word.retained() {
+            Some(more) if word.is_published() => Change::To(more),
+            _ => Change::Refuse,
+        };
+        self.raise_each(blocks, more)
+    }
+
+    /// Changes all words or none: those changed before one that refuses give their reference back.
+    fn raise_each(&self, blocks: &[u32], more: impl Fn(Word) -> Change) -> Result<()> {
+        let mut cached = Vec::new();
+        let raised = self.change_each(blocks, more, |block, old, _| {
+            if old.state() == State::Cached {
+                cached.push(block);
+            }
+        });
+        cached.iter().for_each(|&block| self.index_evictable(block));
+        raised.map_err(|at| {
             for &block in &blocks[..at] {
-                self.drop_one(block).expect("this reference was just taken");
+                self.drop_one(block).expect("this reference was just taken"); // undo
             }
             let block = blocks[at];
             let word = self.word(block);
             let reason = match word.state() {
                 State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
-                State::InUse => "has all the references that it can have",
+                State::InUse if word.references() == MAX_REFERENCES => {
+                    "has all the references that it can have"
+                }
+                State::InUse => "is not published",
                 State::Cached => "is cached, and not held",
                 _ => "is not held",
             };
@@ -269,34 +307,6 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             rest = &rest[n..];
         }
         Ok(())
-    }
-
-    /// One more reference of a published block, by somebody who found it in an index of contents:
-    /// it may be in use or cached, and a cached one comes back into use. Against an eviction at the
-    /// same time exactly one wins. False: it is not published (any more), or has all the references
-    /// that it can have; nothing has changed.
-    ///
-    /// The number says nothing about the contents. An index that evicts takes the entry out first;
-    /// then whoever found the entry before and revives the block afterwards is told that it is gone.
-    pub fn revive(&self, block: u32) -> bool {
-        if self.held(block).is_err() {
-            return false;
-        }
-        let mut word = self.word(block);
-        while word.is_published()
-            && let Some(more) = word.retained()
-        {
-            match self.change_word(block, word, more) {
-                Ok(()) => {
-                    if word.state() == State::Cached {
-                        self.index_evictable(block);
-                    }
-                    return true;
-                }
-                Err(seen) => word = seen,
-            }
-        }
-        false
     }
 
     /// An index of contents knows these blocks from now on: with their last reference they become
@@ -397,7 +407,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             _ => Change::Refuse,
         };
         let mut rest = blocks;
-        while let Err(at) = self.change_each(rest, less, |block, change| match change {
+        while let Err(at) = self.change_each(rest, less, |block, _, change| match change {
             Change::To(less) if less.state() == State::Cached => self.index_evictable(block),
             Change::Leave => empty.push(block),
             _ => {}
@@ -426,8 +436,9 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     fn are_private(&self, first: u32, n: usize) -> bool {
         if first.is_multiple_of(2) && n.is_multiple_of(2) {
             let pairs = self.words.get(first as usize / 2..(first as usize + n) / 2);
-            // Relaxed, folded without a branch: the lines are read with Acquire after this.
-            let bits = |bits, pair: &AtomicU64| bits | pair.load(Ordering::Relaxed);
+            // Acquire: pairs with the exchange that gave another reference back; what that holder
+            // did to the block is before what its next owner does. Folded without a branch.
+            let bits = |bits, pair: &AtomicU64| bits | pair.load(Ordering::Acquire);
             return pairs.is_some_and(|pairs| pairs.iter().fold(0, bits) == 0);
         }
         let mut blocks = first..first.saturating_add(n as u32);
@@ -540,8 +551,8 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     pub fn destine(&self, blocks: &[u32]) -> Result<()> {
         for (done, &block) in blocks.iter().enumerate() {
             if !self.claim_exact(block, 1) {
-                self.undo(&blocks[..done])
-                    .expect("these have just been destined");
+                let undone = self.undo(&blocks[..done]); // undo
+                undone.expect("these have just been destined");
                 return Err(invalid(block, "is not empty"));
             }
             self.set_word(block, Word::DESTINED);
@@ -577,7 +588,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             let held = self.held(block);
             if held.is_err() || self.change_word(block, word, Word::PRIVATE).is_err() {
                 for &block in &blocks[..done] {
-                    self.set_word(block, word);
+                    self.set_word(block, word); // undo
                 }
                 return Err(invalid(block, otherwise));
             }

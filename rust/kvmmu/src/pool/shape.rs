@@ -53,8 +53,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                     if let Some(first) = self.set_page(window, order) {
                         return Some(first);
                     }
-                    self.raise(window, n, 0);
-                    self.deposit(home, n);
+                    self.raise(window, n, 0); // undo
+                    self.deposit(home, n); // undo
                     break;
                 }
                 Err(seen) => seat = seen,
@@ -90,7 +90,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 }
             }
         }
-        self.deposit(home, n);
+        self.deposit(home, n); // undo
         None
     }
 
@@ -108,7 +108,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         }
         let Some(first) = self.set_page(window, order) else {
-            self.raise(window, n, HOME);
+            self.raise(window, n, HOME); // undo
             return None;
         };
         // The rest of the window's credits, as far as the pool has them.
@@ -116,7 +116,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let _hand = home.open_hand(most);
         let rest = self.reserve_at_hand(home, most);
         let got = self.lower(window, 1, rest, 0, HOME);
-        self.deposit(home, rest - got);
+        self.deposit(home, rest - got); // undo
         self.sit(home, window, order, got);
         Some(first)
     }
@@ -131,12 +131,12 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let old = self.cell(window).fetch_or(mark, Ordering::AcqRel);
         let found = self.find_page(window, order);
         if old & HOME != 0 || found.is_some() {
-            self.revive(window);
+            self.revive(window); // undo
             return found;
         }
         index.clear(window);
         if self.counter_after(window) & mark == 0 {
-            index.set(window);
+            index.set(window); // undo
         }
         None
     }
@@ -218,7 +218,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                     // Own bits are cleared again; their credits are still held.
                     for (before, mask) in Self::masks(range).take_while(|(word, _)| *word != at) {
                         // AcqRel: hands on what the last owner of the blocks did.
-                        self.lines[before].fetch_and(!mask, Ordering::AcqRel);
+                        self.lines[before].fetch_and(!mask, Ordering::AcqRel); // undo
                     }
                     return false;
                 }
@@ -276,7 +276,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 return Some(window * Self::WINDOW);
             }
         }
-        self.deposit(home, Self::WINDOW);
+        self.deposit(home, Self::WINDOW); // undo
         None
     }
 
@@ -298,7 +298,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         if count(self.counter(window)) < Self::WINDOW {
             self.vacant.clear(window);
             if count(self.counter_after(window)) == Self::WINDOW {
-                self.vacant.set(window);
+                self.vacant.set(window); // undo
             }
         }
     }
@@ -361,7 +361,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
         let done = self.take_range(range);
         if !done {
-            self.deposit(home, n);
+            self.deposit(home, n); // undo
         }
         done
     }
@@ -392,14 +392,14 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 continue;
             }
             if credited {
-                self.raise(window, n, 0);
+                self.raise(window, n, 0); // undo
             }
             for (before, part) in parts(range).take_while(|(w, _)| *w != window) {
                 for (at, mask) in Self::masks(part.clone()) {
                     // AcqRel: hands on what the last owner of the blocks did.
-                    self.lines[at].fetch_and(!mask, Ordering::AcqRel);
+                    self.lines[at].fetch_and(!mask, Ordering::AcqRel); // undo
                 }
-                self.raise(before, part.len() as u32, 0);
+                self.raise(before, part.len() as u32, 0); // undo
             }
             return false;
         }
@@ -433,7 +433,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
         let found = self.take_run(n, zone);
         if found.is_none() {
-            self.deposit(home, n);
+            self.deposit(home, n); // undo
         }
         found
     }

@@ -78,7 +78,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         &self,
         blocks: &[u32],
         change: impl Fn(Word) -> Change,
-        mut changed: impl FnMut(u32, Change),
+        mut changed: impl FnMut(u32, Word, Change),
     ) -> Result<(), usize> {
         let mut at = 0;
         while let Some(&block) = blocks.get(at) {
@@ -110,10 +110,11 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             };
             for (block, change) in [(block, Some(done.0)), (block + 1, done.1)] {
                 if let Some(change) = change {
+                    let old = half(pair, block);
                     if let Change::To(new) = change {
-                        self.recount(half(pair, block), new);
+                        self.recount(old, new);
                     }
-                    changed(block, change);
+                    changed(block, old, change);
                 }
             }
             at += 1 + usize::from(done.1.is_some());

@@ -33,7 +33,7 @@ use crate::prefix::{Index, Tokens};
 use crate::stats::{Stats, StatsReading, count};
 use crate::sync::{
     AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    lock, try_lock, zeroed_u64,
+    Serial, lock, try_lock, zeroed_u64,
 };
 use crate::table::Table;
 
@@ -136,7 +136,7 @@ pub struct Mmu {
 impl Mmu {
     /// Builds a manager with an empty pool.
     pub fn new(config: Config) -> Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
+        static NEXT: Serial = Serial::new(1);
         config.check()?;
         let (n, block_size) = (config.span(), config.block_size);
         let reserved = (config.null_block < config.num_blocks).then_some(config.null_block);
