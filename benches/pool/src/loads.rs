@@ -100,7 +100,7 @@ impl Load for Shared<'_> {
     fn run(&self, _thread: usize, window: Duration) -> Vec<f64> {
         halves(window, self.1.len() as u64, || {
             let start = Instant::now();
-            self.0.retain(&self.1).expect("blocks that are published");
+            self.0.revive(&self.1).expect("blocks that are published");
             let retained = Instant::now();
             (self.0.release_batch(&self.1)).expect("references that were just taken");
             (retained - start, retained.elapsed())

@@ -13,6 +13,7 @@ use std::ops::Range;
 use super::give::Group;
 use super::physical::Physical;
 use super::states::Change;
+use super::word::{TAGS, both_released, both_retained};
 use super::{End, Fit, MAX_OWNER, MAX_REFERENCES, Placement, Pool, State, Word, Zone};
 use crate::config::MAX_BLOCKS;
 use crate::error::{Error, Result};
@@ -230,7 +231,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             Some(more) if word.state() == State::InUse => Change::To(more),
             _ => Change::Refuse,
         };
-        self.raise_each(blocks, more)
+        self.raise_each(blocks, both_retained, more)
     }
 
     /// One more reference for each of some published blocks, by somebody who found them in an index
@@ -254,13 +255,18 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             Some(more) if word.is_published() => Change::To(more),
             _ => Change::Refuse,
         };
-        self.raise_each(blocks, more)
+        self.raise_each(blocks, |_| None, more)
     }
 
     /// Changes all words or none: those changed before one that refuses give their reference back.
-    fn raise_each(&self, blocks: &[u32], more: impl Fn(Word) -> Change) -> Result<()> {
+    fn raise_each(
+        &self,
+        blocks: &[u32],
+        quick: impl Fn(u64) -> Option<u64>,
+        more: impl Fn(Word) -> Change,
+    ) -> Result<()> {
         let mut cached = Vec::new();
-        let raised = self.change_each(blocks, more, |block, old, _| {
+        let raised = self.change_each(blocks, quick, more, |block, old, _| {
             if old.state() == State::Cached {
                 cached.push(block);
             }
@@ -287,7 +293,12 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// An error unless all of these are blocks of the pool that are not empty. From then on they
     /// are no part of a page that is released as one.
-    fn all_held(&self, blocks: &[u32]) -> Result<()> {
+    fn all_held(&self, blocks: &[u32]) -> Result<Look> {
+        let mut look = Look {
+            ascending: true,
+            plain: true,
+        };
+        let mut least = 0;
         let mut rest = blocks;
         while let Some((group, n)) = Physical::<BITS, WORDS>::group(rest) {
             for &block in [rest[n - 1]].iter().chain(&self.reserved) {
@@ -304,9 +315,12 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             if !self.physical.split(group.first / Self::WINDOW) {
                 return Err(invalid(group.first, "is not held"));
             }
+            look.ascending &= group.first >= least;
+            look.plain &= group.dense && self.have_none(group.first, n, TAGS);
+            least = rest[n - 1] + 1;
             rest = &rest[n..];
         }
-        Ok(())
+        Ok(look)
     }
 
     /// An index of contents knows these blocks from now on: with their last reference they become
@@ -407,11 +421,13 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             _ => Change::Refuse,
         };
         let mut rest = blocks;
-        while let Err(at) = self.change_each(rest, less, |block, _, change| match change {
-            Change::To(less) if less.state() == State::Cached => self.index_evictable(block),
-            Change::Leave => empty.push(block),
-            _ => {}
-        }) {
+        while let Err(at) =
+            self.change_each(rest, both_released, less, |block, _, change| match change {
+                Change::To(less) if less.state() == State::Cached => self.index_evictable(block),
+                Change::Leave => empty.push(block),
+                _ => {}
+            })
+        {
             // Another thread has released it since it was checked.
             wrong = Some(rest[at]);
             rest = &rest[at + 1..];
@@ -435,14 +451,19 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// Whether `n` blocks from `first` on are private or empty.
     fn are_private(&self, first: u32, n: usize) -> bool {
         if first.is_multiple_of(2) && n.is_multiple_of(2) {
-            let pairs = self.words.get(first as usize / 2..(first as usize + n) / 2);
-            // Acquire: pairs with the exchange that gave another reference back; what that holder
-            // did to the block is before what its next owner does. Folded without a branch.
-            let bits = |bits, pair: &AtomicU64| bits | pair.load(Ordering::Acquire);
-            return pairs.is_some_and(|pairs| pairs.iter().fold(0, bits) == 0);
+            return self.have_none(first, n, !0);
         }
         let mut blocks = first..first.saturating_add(n as u32);
         blocks.end <= self.physical.span && blocks.all(|block| self.word(block) == Word::PRIVATE)
+    }
+
+    /// Whether no pair of words of `n` blocks from `first` on, both even, has one of these bits.
+    fn have_none(&self, first: u32, n: usize, mask: u64) -> bool {
+        let pairs = self.words.get(first as usize / 2..(first as usize + n) / 2);
+        // Acquire: pairs with the exchange that gave another reference back; what that holder did
+        // to the block is before what its next owner does. Folded without a branch.
+        let bits = |bits, pair: &AtomicU64| bits | pair.load(Ordering::Acquire);
+        pairs.is_some_and(|pairs| pairs.iter().fold(0, bits) & mask == 0)
     }
 
     /// Ascending blocks, each once, that are private or empty, as words and bits. `None`: they are
@@ -473,16 +494,10 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// An error unless every block can be released as often as it is listed.
     fn check_batch(&self, blocks: &[u32]) -> Result<()> {
-        if blocks.is_sorted_by(|a, b| a < b) {
-            self.all_held(blocks)?;
-            let wrong = |&&block: &&u32| {
-                let word = self.word(block);
-                word.state() != State::InUse || word.is_owned()
-            };
-            return match blocks.iter().find(wrong) {
-                None => Ok(()),
-                Some(&block) => self.releasable(block).map_err(|why| invalid(block, why)),
-            };
+        let Look { ascending, plain } = self.all_held(blocks)?;
+        if ascending && plain {
+            // Each once, and in use.
+            return Ok(());
         }
         let mut sorted = blocks.to_vec();
         sorted.sort_unstable();
@@ -817,6 +832,14 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             }
         }
     }
+}
+
+/// What a look at the blocks of a batch found.
+struct Look {
+    /// Each comes once, lowest first.
+    ascending: bool,
+    /// All are in use without an owner; false is only a suspicion.
+    plain: bool,
 }
 
 const NULL: &str = "is the null block, which nobody holds";

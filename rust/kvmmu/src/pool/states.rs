@@ -71,12 +71,14 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         }
     }
 
-    /// Changes the words of some blocks, neighbours two at a time. `changed` hears of each change.
+    /// Changes the words of some blocks, neighbours two at a time. `quick` may say at once what
+    /// becomes of a pair, if neither state changes; else `changed` hears of each change.
     /// A block whose word may not be changed ends it: its place is returned, and those before it
     /// were changed.
     pub(crate) fn change_each(
         &self,
         blocks: &[u32],
+        quick: impl Fn(u64) -> Option<u64>,
         change: impl Fn(Word) -> Change,
         mut changed: impl FnMut(u32, Word, Change),
     ) -> Result<(), usize> {
@@ -86,6 +88,15 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             let cell = &self.words[block as usize / 2];
             // Acquire, and AcqRel below: as in `change_word`.
             let mut pair = cell.load(Ordering::Acquire);
+            if two && let Some(new) = quick(pair) {
+                match cell.compare_exchange(pair, new, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => {
+                        at += 2;
+                        continue;
+                    }
+                    Err(seen) => pair = seen,
+                }
+            }
             let done = loop {
                 let a = change(half(pair, block));
                 if a == Change::Refuse {
@@ -123,6 +134,9 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     }
 
     fn recount(&self, old: Word, new: Word) {
+        if old.same_state(new) {
+            return;
+        }
         let (old, new) = (old.state(), new.state());
         if old != new {
             // Relaxed, both: statistics, exact at quiescence.

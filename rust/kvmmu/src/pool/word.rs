@@ -39,6 +39,11 @@ const FENCED: u32 = 2 << TAG_SHIFT;
 const DESTINED: u32 = 3 << TAG_SHIFT;
 const OFFLINE: u32 = 4 << TAG_SHIFT;
 const OWNED: u32 = 5 << TAG_SHIFT;
+/// The tags of two words side by side.
+pub(crate) const TAGS: u64 = 7 << TAG_SHIFT | 7 << (32 + TAG_SHIFT);
+const COUNTS: u64 = COUNT as u64 | (COUNT as u64) << 32;
+const MOVES: u64 = MOVING as u64 | (MOVING as u64) << 32;
+const ONES: u64 = 1 | 1 << 32;
 const PUBLISHED: u32 = 1 << 28;
 const MOVING: u32 = 1 << 27;
 const COUNT: u32 = MOVING - 1;
@@ -72,14 +77,23 @@ impl Word {
 
     /// State of a block whose line bit is set.
     pub(crate) fn state(self) -> State {
-        match self.0 & (7 << TAG_SHIFT) {
-            0 | OWNED => State::InUse,
-            CACHED => State::Cached,
-            FENCED => State::Fenced,
-            DESTINED => State::Destined,
-            OFFLINE => State::Offline,
-            tag => unreachable!("tag {tag:#x} of a block word"),
-        }
+        const STATES: [State; 8] = [
+            State::InUse,
+            State::Cached,
+            State::Fenced,
+            State::Destined,
+            State::Offline,
+            State::InUse, // by one owner
+            State::Offline,
+            State::Offline,
+        ];
+        debug_assert!(self.0 >> TAG_SHIFT < 6, "tag of a block word: {self:?}");
+        STATES[(self.0 >> TAG_SHIFT) as usize]
+    }
+
+    /// Whether both words have the same tag, so the same state.
+    pub(crate) fn same_state(self, other: Word) -> bool {
+        (self.0 ^ other.0) >> TAG_SHIFT == 0
     }
 
     pub(crate) fn is_published(self) -> bool {
@@ -107,6 +121,9 @@ impl Word {
 
     /// One more holder; a cached block comes back into use. `None` when the count is full.
     pub(crate) fn retained(self) -> Option<Word> {
+        if self.0 >> TAG_SHIFT == 0 && self.0 & COUNT < MAX_REFERENCES - 1 {
+            return Some(Word(self.0 + 1));
+        }
         match self.state() {
             // The move's reference enters the count when the block comes back into use.
             State::Cached => Some(Word(
@@ -122,6 +139,9 @@ impl Word {
     /// One holder less. `None`: it was the last reference and the block is the caller's to empty
     /// or fence.
     pub(crate) fn released(self) -> Option<Word> {
+        if self.0 >> TAG_SHIFT == 0 && self.0 & COUNT > 0 && !self.is_moving() {
+            return Some(Word(self.0 - 1));
+        }
         debug_assert!(self.state() == State::InUse && self.holders() > 0);
         match (self.holders(), self.is_published()) {
             (1, true) => Some(Word(CACHED | (self.0 & (PUBLISHED | MOVING)))),
@@ -164,6 +184,19 @@ impl Word {
             _ => Some(Word((self.0 & !MOVING) - 1)),
         }
     }
+}
+
+/// Two words side by side with one holder more, if both are plainly in use.
+pub(crate) fn both_retained(pair: u64) -> Option<u64> {
+    let full = COUNTS >> 1 & COUNTS;
+    // Half of the greatest count at most: then neither overflows.
+    (pair & (TAGS | COUNTS & !full) == 0).then(|| pair + ONES)
+}
+
+/// Two words side by side with one holder less, if both are plainly in use and keep one.
+pub(crate) fn both_released(pair: u64) -> Option<u64> {
+    let (low, high) = (pair as u32 & COUNT, (pair >> 32) as u32 & COUNT);
+    (pair & (TAGS | MOVES) == 0 && low > 0 && high > 0).then(|| pair - ONES)
 }
 
 #[cfg(test)]
