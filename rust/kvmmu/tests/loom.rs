@@ -851,3 +851,21 @@ fn every_placement_finds_what_there_is() {
         }
     }
 }
+
+/// A list in the order of release: what is listed is to be had, also while another thread's claim,
+/// which is refused, empties the homes.
+#[test]
+fn what_is_listed_can_be_claimed_while_homes_are_drained() {
+    model(2, || {
+        let world = Two::of(&PoolConfig {
+            placement: Placement::Fifo,
+            ..PoolConfig::new(8)
+        });
+        // The rest of its window is in this thread's seat.
+        world.page(1).unwrap();
+        let other = world.spawn(1, |world| assert_eq!(world.batch(8), None));
+        world.batch(2).unwrap();
+        other.join().unwrap();
+        world.settle(4);
+    });
+}
