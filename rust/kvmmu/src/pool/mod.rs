@@ -59,6 +59,9 @@ use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u32, 
 
 use fifo::Fifo;
 use homes::Home;
+/// For its models.
+#[cfg(loom)]
+pub use index::Index;
 use physical::Physical;
 pub(crate) use placement::Fit;
 pub use placement::{End, Placement, Zone};
