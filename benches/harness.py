@@ -23,22 +23,28 @@ NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that is to be at most ``limit``: the value itself, or its ratio to the rival's."""
+    """What a figure, or its ratio to the rival's, is to be: at most ``limit``, or at least."""
 
     limit: float
     of: Literal["value", "ratio"] = "value"
+    least: bool = False
 
     def __str__(self) -> str:
-        return f"{self.of} <= {self.limit:g}"
+        return f"{self.of} {'>=' if self.least else '<='} {self.limit:g}"
+
+    def is_met_by(self, figure: float) -> bool:
+        return figure >= self.limit if self.least else figure <= self.limit
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure beside its rival's. Units are times: smaller is better.
+    """One figure beside its rival's. Units are times, and smaller is better, unless the unit or the
+    goal says something else.
 
     Args:
         measure: what was done, in words.
-        unit: ``ns``, ``us`` or ``ms``, perhaps with what it is for: ``ns/block``.
+        unit: ``ns``, ``us`` or ``ms``, perhaps with what it is for: ``ns/block``; or what is
+            counted.
         kvmmu: our figure.
         rival: who else was measured, or would have been.
         rival_value: None when the rival was not there.
@@ -62,7 +68,7 @@ class Row:
         if self.goal is None:
             return None
         judged = self.kvmmu if self.goal.of == "value" else self.ratio
-        return None if judged is None else judged <= self.goal.limit
+        return None if judged is None else self.goal.is_met_by(judged)
 
     def adds(self, atomic_ns: float) -> float | None:
         """The figure in uncontended atomic adds of this run."""

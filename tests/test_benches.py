@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
 
-from harness import Goal, Row  # noqa: E402
+import pool  # noqa: E402
+from harness import Bench, Goal, Row  # noqa: E402
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,7 +25,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["stepp"], "no benchmark is called 'stepp'; there are: move, plan, step, table, views"),
+        (
+            ["stepp"],
+            "no benchmark is called 'stepp'; there are: move, plan, pool, step, table, views",
+        ),
         (["step", "--vllm", "nowhere"], "--vllm nowhere"),
         (["step", "--llfree", "nowhere"], "--llfree nowhere"),
         (["step", "--json", "/nowhere/rows.json"], "--json /nowhere/rows.json"),
@@ -52,3 +58,77 @@ def test_a_goal_about_the_ratio_is_open_without_the_rival() -> None:
 def test_figures_are_told_in_atomic_adds_of_the_same_run() -> None:
     assert Row("x", "us/block", 0.1, None).adds(2.0) == pytest.approx(50.0)
     assert Row("x", "GiB/s", 9.0, None).adds(2.0) is None
+
+
+def test_a_goal_of_at_least_is_met_from_its_limit_up() -> None:
+    goal = Goal(20, least=True)
+    assert str(goal) == "value >= 20"
+    assert [Row("x", "blocks", value, goal=goal).met for value in (19.9, 20.0, 256.0)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def figure(measure: str, pattern: str, threads: int, who: str, part: str, value: float) -> str:
+    return json.dumps(
+        {
+            "measure": measure,
+            "pattern": pattern,
+            "threads": threads,
+            "who": who,
+            "part": part,
+            "unit": "ns",
+            "value": value,
+        }
+    )
+
+
+def test_two_threads_are_held_to_one_thread_times_the_slowdown_of_two_private_loops() -> None:
+    lines = [
+        figure("private loop", "repeat", 1, "machine", "one add", 3.0),
+        figure("private loop", "repeat", 2, "machine", "one add", 6.0),
+    ]
+    for threads, ours in ((1, 5.0), (2, 14.0)):
+        for part in ("claim", "release"):
+            lines.append(figure(pool.SCATTERED, "bulk", threads, "kvmmu", part, ours))
+            lines.append(figure(pool.SCATTERED, "bulk", threads, "LLFree", part, 20.0))
+    rows = list(pool.one_block(pool.read("\n".join(lines)), [1, 2]))
+    assert [(row.rival, row.ratio, row.met) for row in rows] == [
+        ("LLFree", 0.25, True),
+        ("LLFree", 0.7, True),
+        ("1 thread x 2.00 (two private loops)", 1.4, True),
+    ]
+
+
+def test_a_placement_that_keeps_fewer_windows_than_llfree_is_said_to_miss_its_goal() -> None:
+    measure, pattern = "random replacement at 50 % fill", "LLFree's experiment"
+    lines = []
+    for who, windows in (("kvmmu", 9), ("kvmmu, FIFO", 0), ("LLFree", 10)):
+        lines.append(figure(measure, pattern, 1, who, "possible", 12))
+        lines.append(figure(measure, pattern, 1, who, "after 8 passes", windows))
+    bench = Bench()
+    rows = list(pool.fragmentation(pool.read("\n".join(lines)), bench, seed=7))
+    assert [(row.rival, row.rival_value, row.met) for row in rows] == [
+        ("LLFree", 10, False),
+        ("kvmmu, FIFO", 0, None),
+    ]
+    assert rows[0].measure.endswith("after 8 passes: free windows of 12")
+    assert "pool: seed 7" in bench.notes
+
+
+def test_a_copy_with_llfree_depends_on_the_checkout_and_on_this_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARGO_TARGET_DIR", str(tmp_path))
+    made = tomllib.loads(pool.manifest(Path("/a rival/llfree")).read_text(encoding="utf-8"))
+    assert made["dependencies"]["llfree"]["path"] == "/a rival/llfree/core"
+    assert made["dependencies"]["kvmmu"]["path"] == str(ROOT / "rust" / "kvmmu")
+    assert made["features"]["llfree"] == ["dep:llfree"]
+    assert pool.manifest(None) == ROOT / "benches" / "pool" / "Cargo.toml"
+
+
+def test_no_rival_is_in_the_core_s_lock_file() -> None:
+    lock = tomllib.loads((ROOT / "Cargo.lock").read_text(encoding="utf-8"))
+    names = {package["name"] for package in lock["package"]}
+    assert not names & {"crossbeam-queue", "buddy_system_allocator", "llfree", "pool-bench"}

@@ -114,7 +114,13 @@ def test_a_compaction_beyond_four_gib_is_exact() -> None:
     blocks, block_size, dim = 4401, 16, 62_640
     k = torch.empty((blocks, block_size, 1, dim), dtype=torch.uint8)
     cache: Any = KVCache.attach(
-        [k], layout="NHD", num_blocks=blocks - 1, block_size=block_size, max_batch=2, max_tokens=64
+        [k],
+        layout="NHD",
+        num_blocks=blocks - 1,
+        block_size=block_size,
+        max_batch=2,
+        max_tokens=64,
+        anchor=0.0,
     )
 
     def block(first: int, count: int) -> Any:

@@ -162,7 +162,7 @@ def test_each_sabotage_exits_1_and_names_the_place(kind: str) -> None:
         (["--minutes", "0"], "allowed"),
         (["--seed", "-1"], "allowed"),
         (["--compaction", "maybe"], "'on', 'off'"),
-        (["--placement", "best"], "allowed: address or scatter"),
+        (["--placement", "best"], "allowed: address, fullest, fifo or scatter"),
         (["--sabotage", "all"], "allowed: skip-copy"),
         (["--unknown", "1"], "No such option"),
         (["trace.jsonl"], "TRACE (trace.jsonl) and --sample given"),

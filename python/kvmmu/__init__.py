@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .compaction import compact, run_plan
     from .errors import (
         ConcurrentUse,
+        CUDAUnavailable,
         Fragmented,
         InternalError,
         InvalidBlock,
@@ -67,6 +68,7 @@ __all__ = [
     "MMU",
     "BlockTables",
     "CPUMover",
+    "CUDAUnavailable",
     "Channel",
     "ConcurrentUse",
     "Fragmented",

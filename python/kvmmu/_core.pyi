@@ -25,6 +25,8 @@ __all__ = [
     "build",
     "copy_blocks",
     "cpu_features",
+    "kernel_names",
+    "kernel_source",
 ]
 
 __version__: str
@@ -354,11 +356,18 @@ class Pool:
             OutOfBlocks.
         """
     def retain(self, blocks: npt.NDArray[np.int32]) -> None:
-        """One more reference for each block (int32 [k]); a cached one comes back into use. All or
-        none.
+        """One more reference for each block (int32 [k]), by somebody who holds it. All or none.
 
         Raises:
-            InvalidBlock: the first that is not held or cached, is owned, or is full.
+            InvalidBlock: the first that is not held, is owned, or is full.
+        """
+    def revive(self, blocks: npt.NDArray[np.int32]) -> None:
+        """One more reference for each of some published blocks (int32 [k]), by somebody who found
+        them in an index of contents: in use or cached. Against an eviction at the same time exactly
+        one wins. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not published (any more), or is full.
         """
     def publish(self, blocks: npt.NDArray[np.int32]) -> None:
         """An index of contents knows these blocks (int32 [k]): with their last reference they become
@@ -380,6 +389,25 @@ class Pool:
 
         Raises:
             InvalidBlock.
+        """
+    def destine(self, blocks: npt.NDArray[np.int32]) -> None:
+        """Claims exactly these empty blocks (int32 [k]) as destinations of moves. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not empty.
+        """
+    def undo(self, blocks: npt.NDArray[np.int32]) -> None:
+        """The moves do not take place: these destinations are empty again. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not destined.
+        """
+    def arrive(self, blocks: npt.NDArray[np.int32]) -> None:
+        """The moves have taken place: these destinations are in use, with one reference each. All
+        or none.
+
+        Raises:
+            InvalidBlock: the first that is not destined.
         """
     def offline(self, first: int, n: int) -> None:
         """Takes exactly these empty blocks out of the pool, so that their memory can be given back.
@@ -579,3 +607,13 @@ def copy_blocks(
 def _after_fork() -> None: ...
 def cpu_features() -> dict[str, Any]:
     """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""
+
+def kernel_names() -> tuple[str, ...]:
+    """The CUDA kernels that are embedded; see :mod:`kvmmu.kernels`."""
+
+def kernel_source(name: str) -> str:
+    """The CUDA C++ source of a kernel, with nothing left to include.
+
+    Raises:
+        InvalidConfig: there is no such kernel. Numbers: ``name``.
+    """

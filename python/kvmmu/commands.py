@@ -1,14 +1,15 @@
 """The commands of ``kvmmu``, as a Typer app.
 
 What lives here: options, messages, the progress bar, exit codes of each command. What never lives
-here: the work itself (see :mod:`.replay` and :mod:`.doctor`). Imported by :mod:`.cli` only, since
-it needs ``kvmmu[cli]``.
+here: the work itself (see :mod:`.replay`, :mod:`.doctor` and :mod:`.testing`). Imported by
+:mod:`.cli` only, since it needs ``kvmmu[cli]``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import rich.progress
 import typer
 
 from . import _core, doctor
-from .errors import InternalError, InvalidConfig, KVCacheError
+from .errors import InternalError, InvalidConfig, KVCacheError, MissingExtra
 from .replay import sample as samples
 from .replay import traces
 from .replay.metrics import Totals
@@ -232,6 +233,83 @@ def _requests(
     return made if limit is None else made.head(limit)
 
 
+@app.command(name="fuzz")
+def _fuzz(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="package.module:factory, which makes an allocator.",
+            show_default=False,
+        ),
+    ],
+    seconds: Annotated[float, typer.Option(help="How long to look for a fault.")] = 60,
+    examples: Annotated[
+        int | None, typer.Option(help="Stop after so many as well.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Calls an example.")] = 40,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the calls (default: another one each time).")
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write what was found.", show_default=False),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print a fault and nothing else.")
+    ] = False,
+) -> None:
+    """Call an allocator at random, and compare it with what it should be."""
+    with _exit_codes():
+        from . import testing
+
+        in_range("seconds", seconds, 0.001, 10**7)
+        in_range("examples", 1 if examples is None else examples, 1, 10**12)
+        in_range("steps", steps, 1, 10**4)
+        in_range("seed", 0 if seed is None else seed, 0, 2**63)
+        seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+        if json_file is not None:
+            _check_writable(json_file)
+        factory = testing.find_factory(target)
+        with _fuzz_progress(quiet, seconds) as watch:
+            report = testing.fuzz(
+                factory,
+                seconds=seconds,
+                max_examples=examples,
+                seed=seed,
+                steps=steps,
+                watch=watch,
+            )
+        fault = report.fault
+        if json_file is not None:
+            found = None
+            if fault is not None:
+                found = {
+                    "kind": type(fault).__name__,
+                    "message": fault.message,
+                    "sequence": fault.sequence,
+                }
+            figures = {
+                "target": target,
+                "seed": report.seed,
+                "steps": steps,
+                "examples": report.examples,
+                "calls": report.calls,
+                "seconds": report.seconds,
+                "fault": found,
+            }
+            _write(json_file, figures)
+        ran = f"{report.examples:,} examples ({report.calls:,} calls, seed {report.seed})"
+        if fault is None:
+            if not quiet:
+                _print(f"no fault in {ran}")
+            return
+        _print(f"{type(fault).__name__}, found after {ran}\n{fault}", as_is=True)
+        for note in getattr(fault, "__notes__", ()):
+            _print(note, as_is=True)
+        raise typer.Exit(CHECK_FAILED)
+
+
 # -- around a run --------------------------------------------------------------------------
 
 
@@ -240,7 +318,7 @@ def _exit_codes() -> Iterator[None]:
     """Errors that are somebody's input become a sentence and exit code 2."""
     try:
         yield
-    except (traces.TraceError, InvalidConfig) as error:
+    except (traces.TraceError, InvalidConfig, MissingExtra) as error:
         _complain(str(error))
         raise typer.Exit(BAD_INPUT) from None
     except InternalError as error:
@@ -260,9 +338,11 @@ def _complain(sentence: str) -> None:
     print(f"kvmmu: {sentence}", file=sys.stderr, flush=True)
 
 
-def _print(what: rich.console.RenderableType) -> None:
+def _print(what: rich.console.RenderableType, *, as_is: bool = False) -> None:
+    """``as_is``: text to copy, neither wrapped nor read as markup."""
     try:
-        rich.console.Console(highlight=False).print(what)
+        console = rich.console.Console(highlight=False)
+        console.print(what, soft_wrap=as_is, markup=not as_is)
         sys.stdout.flush()
     except OSError as error:
         raise InvalidConfig(f"the standard output cannot be written: {error.strerror}") from None
@@ -335,5 +415,32 @@ def _progress(quiet: bool, requests: int) -> Iterator[Callable[[Totals], None]]:
             if totals.mismatches:
                 said += f", [red]{totals.mismatches:,} mismatches[/red]"
             bar.update(task, completed=totals.finished + totals.refused, said=said)
+
+        yield show
+
+
+@contextmanager
+def _fuzz_progress(quiet: bool, seconds: float) -> Iterator[Callable[[int, bool], None]]:
+    """The same for a search: its bar is the time."""
+    console = rich.console.Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield lambda examples, failed: None
+        return
+    bar = rich.progress.Progress(
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.fields[said]}"),
+        rich.progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    started = monotonic()
+    with bar:
+        task = bar.add_task("", total=seconds, said="")
+
+        def show(examples: int, failed: bool) -> None:
+            said = f"{examples:,} examples"
+            if failed:
+                said += ", [red]a fault[/red]: looking for a shorter sequence"
+            bar.update(task, completed=min(monotonic() - started, seconds), said=said)
 
         yield show

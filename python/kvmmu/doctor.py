@@ -8,7 +8,6 @@ Something optional that is missing is no failure; a core that does not work is.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import sys
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import _core
+from .cuda import availability as cuda
 from .errors import KVCacheError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "examine", "table"]
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks at everything; imports and changes nothing."""
+    found = cuda.installed()
     return [
         Finding("kvmmu", _core.__version__, _core.build),
         Finding("Python", platform.python_version(), sys.executable),
@@ -60,10 +60,12 @@ def examine() -> list[Finding]:
         _self_check(),
         _package("typer", "command line", "kvmmu[cli]"),
         _package("rich", "tables and progress", "kvmmu[cli]"),
+        _package("hypothesis", "fuzzing of allocators", "kvmmu[testing]"),
         _package("torch", "KVCache on tensors", "kvmmu[torch]"),
-        _cupy(),
-        _nvrtc(),
-        _driver(),
+        _driver(found),
+        _cupy(found),
+        _nvrtc(found),
+        _cuda(found),
     ]
 
 
@@ -152,40 +154,38 @@ def _package(name: str, purpose: str, extra: str) -> Finding:
     return Finding(name, version, purpose if version else f"{purpose}: pip install '{extra}'")
 
 
-def _cupy() -> Finding:
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
-        version = _version(name)
-        if version is not None:
-            return Finding("CuPy", version, f"CUDA mover ({name})")
-    return Finding("CuPy", None, "CUDA mover: pip install 'kvmmu[cuda13]' or 'kvmmu[cuda12]'")
+def _cupy(found: cuda.Installed) -> Finding:
+    if not found.cupy:
+        return Finding("CuPy", None, "CUDA mover: pip install 'kvmmu[cuda13]' or 'kvmmu[cuda12]'")
+    versions = ", ".join(version for _, version in found.cupy)
+    return Finding("CuPy", versions, f"CUDA mover ({', '.join(name for name, _ in found.cupy)})")
 
 
-def _nvrtc() -> Finding:
-    for name in _NVRTC:
-        version = _version(name)
-        if version is not None:
-            return Finding("NVRTC", version, f"compiles the kernels ({name})")
-    for library in ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            continue
-        return Finding("NVRTC", library, "compiles the kernels (system library)")
+def _nvrtc(found: cuda.Installed) -> Finding:
+    if not found.nvrtc:
+        note = "compiles the kernels: pip install 'kvmmu[cuda13]' or 'kvmmu[cuda12]'"
+        return Finding("NVRTC", None, note)
+    majors = ", ".join(f"CUDA {major}" for major, _ in found.nvrtc)
     return Finding(
-        "NVRTC", None, "compiles the kernels: pip install 'kvmmu[cuda13]' or 'kvmmu[cuda12]'"
+        "NVRTC", majors, f"compiles the kernels ({', '.join(s for _, s in found.nvrtc)})"
     )
 
 
-def _driver() -> Finding:
-    """The CUDA version that the driver supports; asked without creating a context."""
-    what = "CUDA driver"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int(0)
-        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-            return Finding(what, None, "libcuda.so.1 is there but does not answer")
-    except (OSError, AttributeError):
-        return Finding(what, None, "comes with the NVIDIA driver; nothing on a CPU needs it")
-    major, minor = version.value // 1000, version.value % 1000 // 10
+def _driver(found: cuda.Installed) -> Finding:
+    if found.driver is None:
+        note = "comes with the NVIDIA driver; nothing on a CPU needs it"
+        return Finding("CUDA driver", None, note)
+    major, minor = found.driver
     extra = "kvmmu[cuda13]" if major >= 13 else "kvmmu[cuda12]"
-    return Finding(what, f"CUDA {major}.{minor}", f"fits {extra}")
+    return Finding(
+        "CUDA driver", f"CUDA {major}.{minor}", f"fits {extra}; devices: {found.devices}"
+    )
+
+
+def _cuda(found: cuda.Installed) -> Finding:
+    """What ``kvmmu.cuda.require()`` would say."""
+    problems = cuda.problems(found)
+    if not problems:
+        return Finding("CUDA", "ready", "driver, CuPy and NVRTC fit each other")
+    state = None if found.driver is None else "not usable"
+    return Finding("CUDA", state, "; ".join(map(str, problems)))

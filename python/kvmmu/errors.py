@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CUDAUnavailable",
     "ConcurrentUse",
     "Fragmented",
     "InternalError",
@@ -143,3 +144,9 @@ class InternalError(KVCacheError, RuntimeError):
 
 class MissingExtra(KVCacheError, ImportError):
     """Something optional is not installed. The message names the extra that brings it."""
+
+
+class CUDAUnavailable(KVCacheError, RuntimeError):
+    """CUDA cannot be used here: no driver, no device, or a CuPy that does not fit the driver. The
+    message says what to install. Numbers, where they are known: ``driver`` (major, minor),
+    ``devices``, ``cupy`` (package -> version), ``needed`` (major version)."""

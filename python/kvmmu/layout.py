@@ -807,7 +807,7 @@ def _check_dtype(name: str, dtype: object) -> None:
 def _check_device(name: str, device: torch.device) -> None:
     if device.type == "cuda":
         raise InvalidConfig(
-            f"{name} is {str(device)!r}: kvmmu has no CUDA mover and no CUDA kernels yet; KV lies "
+            f"{name} is {str(device)!r}: kvmmu has no CUDA mover yet; KV lies "
             "in host memory, device 'cpu'",
             tensor=name,
             device=str(device),

@@ -8,6 +8,7 @@ mod convert;
 mod copy;
 mod errors;
 mod guard;
+mod kernels;
 mod mmu;
 mod pool;
 mod tables;
@@ -22,6 +23,8 @@ mod _core {
     use super::copy::{copy_blocks, cpu_features};
     #[pymodule_export]
     use super::guard::_after_fork;
+    #[pymodule_export]
+    use super::kernels::{kernel_names, kernel_source};
     #[pymodule_export]
     use super::mmu::MMU;
     #[pymodule_export]

@@ -159,6 +159,11 @@ impl Pool {
         self.call(py, |core| core.publish(self::blocks(array.slice())))
     }
 
+    fn revive(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.revive(self::blocks(array.slice())))
+    }
+
     fn evict(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<bool> {
         let block = count(block, "block", 0)?;
         self.get(py, |core| core.evict(block))
@@ -184,6 +189,23 @@ impl Pool {
         let first = count(first, "first", 0)?;
         let order = integer(order, "order", 0, i64::from(Core::MAX_ORDER))? as u32;
         self.call(py, |core| core.release_page(first, order))
+    }
+
+    // -- destinations of moves ---------------------------------------------------------------
+
+    fn destine(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.destine(self::blocks(array.slice())))
+    }
+
+    fn undo(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.undo(self::blocks(array.slice())))
+    }
+
+    fn arrive(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let array = array::<i32>(blocks, "blocks")?;
+        self.call(py, |core| core.arrive(self::blocks(array.slice())))
     }
 
     // -- offline -----------------------------------------------------------------------------

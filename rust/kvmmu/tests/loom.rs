@@ -803,7 +803,7 @@ fn the_evictable_index_follows_the_word() {
         let world = Two::new(2);
         let block = world.claim().unwrap();
         world.pool.publish(&[block]).unwrap();
-        let other = world.spawn(1, move |world| world.pool.retain(&[block]).unwrap());
+        let other = world.spawn(1, move |world| world.pool.revive(&[block]).unwrap());
         world.pool.release(block).unwrap();
         other.join().unwrap();
         let states = world.pool.states();

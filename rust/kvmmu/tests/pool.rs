@@ -27,6 +27,9 @@ enum Op {
     Revive(Vec<u32>),
     Publish(Vec<u32>),
     Evict(u32),
+    Destine(Vec<u32>),
+    Undo(Vec<u32>),
+    Arrive(Vec<u32>),
     Offline(u32, u32),
     Online(u32, u32),
 }
@@ -36,6 +39,7 @@ enum Held {
     /// References, and whether published.
     Shared(u32, bool),
     Owner(u32),
+    Destined,
     Offline,
 }
 
@@ -126,6 +130,9 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         2 => few().prop_map(Op::Revive),
         2 => few().prop_map(Op::Publish),
         2 => (0u32..70).prop_map(Op::Evict),
+        1 => few().prop_map(Op::Destine),
+        1 => few().prop_map(Op::Undo),
+        1 => few().prop_map(Op::Arrive),
         1 => (0u32..70, 0u32..10).prop_map(|(first, n)| Op::Offline(first, n)),
         1 => (0u32..70, 0u32..10).prop_map(|(first, n)| Op::Online(first, n)),
     ];
@@ -301,7 +308,7 @@ fn step<const BITS: u32, const WORDS: usize>(
             let mut good = true;
             for block in blocks {
                 match held.get_mut(block) {
-                    Some(Held::Shared(n, _)) => *n += 1,
+                    Some(Held::Shared(n @ 1.., _)) => *n += 1,
                     _ => good = false,
                 }
             }
@@ -341,6 +348,32 @@ fn step<const BITS: u32, const WORDS: usize>(
             prop_assert_eq!(pool.evict(*block), cached);
             if cached {
                 model.held.remove(block);
+            }
+        }
+        Op::Destine(blocks) => {
+            let distinct: BTreeSet<u32> = blocks.iter().copied().collect();
+            let there = distinct.len() == blocks.len() && blocks.iter().all(|b| empty.contains(b));
+            prop_assert_eq!(pool.destine(blocks).is_ok(), there);
+            if there {
+                model.claimed(blocks, Held::Destined);
+            }
+        }
+        Op::Undo(blocks) | Op::Arrive(blocks) => {
+            let distinct: BTreeSet<u32> = blocks.iter().copied().collect();
+            let destined = |block| model.held.get(block) == Some(&Held::Destined);
+            let there = distinct.len() == blocks.len() && blocks.iter().all(destined);
+            let undo = matches!(op, Op::Undo(_));
+            let done = if undo {
+                pool.undo(blocks)
+            } else {
+                pool.arrive(blocks)
+            };
+            prop_assert_eq!(done.is_ok(), there);
+            for block in blocks.iter().filter(|_| there) {
+                match undo {
+                    true => model.held.remove(block),
+                    false => model.held.insert(*block, private),
+                };
             }
         }
         Op::Offline(first, n) => {

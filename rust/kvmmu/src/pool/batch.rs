@@ -11,12 +11,14 @@
 //!    first; then of 16 and more; what is left of the batch fits anywhere that is long enough;
 //! 2. from the first whole window on, unless fewer than 5 % of the windows are whole (these are for
 //!    huge pages), or less than 16 blocks are left to place;
-//! 3. runs of 4 and more, then the lowest empty blocks.
+//! 3. the lowest empty blocks.
 //!
-//! Holes that are too small for batches stay for single blocks, which take the lowest there are.
+//! A search gives up after as many looks in vain as the batch is worth (8, and one for each 64
+//! blocks), so that no batch pays for a pool in which there are no runs. Holes that are too small for batches stay for single blocks, which take the lowest there are.
 
 use std::ops::Range;
 
+use super::counter::count;
 use super::physical::Physical;
 use super::placement::{End, Zone};
 
@@ -45,7 +47,6 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 left -= run.len() as u32;
                 runs.push(run);
             }
-            left -= self.fill(4, &partial, left, &mut runs);
         }
         runs.sort_unstable_by_key(|run| run.start);
         runs.into_iter().for_each(|run| out.extend(run));
@@ -54,9 +55,34 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// The windows of a zone before the first whole one, seen from the end where small claims go.
     fn partial(&self, zone: &Range<u32>) -> Range<u32> {
+        let whole = self.first_whole(zone.clone());
         match self.small_from {
-            End::Low => zone.start..self.vacant.next(zone.clone()).unwrap_or(zone.end),
-            End::High => self.vacant.prev(zone.clone()).map_or(zone.start, |w| w + 1)..zone.end,
+            End::Low => zone.start..whole.unwrap_or(zone.end),
+            End::High => whole.map_or(zone.start, |window| window + 1)..zone.end,
+        }
+    }
+
+    /// The first whole window, seen from the end where small claims go. The index learns which are
+    /// not whole any more.
+    fn first_whole(&self, mut range: Range<u32>) -> Option<u32> {
+        loop {
+            let window = match self.small_from {
+                End::Low => self.vacant.next(range.clone())?,
+                End::High => self.vacant.prev(range.clone())?,
+            };
+            if count(self.counter(window)) == Self::WINDOW {
+                return Some(window);
+            }
+            self.recheck_vacant(window);
+            self.shrink(&mut range, window);
+        }
+    }
+
+    /// Goes past a window of a range.
+    fn shrink(&self, range: &mut Range<u32>, window: u32) {
+        match self.small_from {
+            End::Low => range.start = window + 1,
+            End::High => range.end = window,
         }
     }
 
@@ -66,6 +92,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let end = (windows.end * Self::WINDOW).min(self.span);
         let mut from = windows.start * Self::WINDOW;
         let mut left = n;
+        let mut looks = 8 + n / 64;
         let mut whole = left >= length;
         while left > 0 {
             if whole && left < length {
@@ -73,7 +100,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 from = windows.start * Self::WINDOW;
                 whole = false;
             }
-            let Some(first) = self.find_run(left.min(length), from..end) else {
+            let Some(first) = self.find_run_near(left.min(length), from..end, &mut looks) else {
                 break;
             };
             let run = first..first + self.run_length(first, left.min(end - first));
@@ -92,32 +119,20 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Takes a run of up to `n` blocks that begins with a whole window.
     fn open_whole(&self, zone: &Range<u32>, n: u32) -> Option<Range<u32>> {
         let mut rest = zone.clone();
-        loop {
-            let window = match self.small_from {
-                End::Low => self.vacant.next(rest.clone())?,
-                End::High => self.vacant.prev(rest.clone())?,
-            };
+        while let Some(window) = self.first_whole(rest.clone()) {
             let first = window * Self::WINDOW;
             let end = (zone.end * Self::WINDOW).min(self.span);
-            let length = self.run_length(first, n.min(end - first));
-            let run = first..first + length;
-            let whole = length >= n.min(Self::WINDOW);
+            let run = first..first + self.run_length(first, n.min(end - first));
+            let whole = run.len() as u32 >= n.min(Self::WINDOW);
             if whole && self.take_range(run.clone()) {
-                self.no_longer_whole(&run);
+                for window in window..run.end.div_ceil(Self::WINDOW) {
+                    self.recheck_vacant(window);
+                }
                 return Some(run);
             }
-            // Not whole (any more): the index learns it.
-            self.recheck_vacant(window);
-            match self.small_from {
-                End::Low => rest.start = window + 1,
-                End::High => rest.end = window,
-            }
+            // Taken meanwhile.
+            self.shrink(&mut rest, window);
         }
-    }
-
-    fn no_longer_whole(&self, run: &Range<u32>) {
-        for window in run.start / Self::WINDOW..run.end.div_ceil(Self::WINDOW) {
-            self.recheck_vacant(window);
-        }
+        None
     }
 }

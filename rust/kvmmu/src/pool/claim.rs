@@ -162,9 +162,13 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Turns a reservation of `n` blocks into `n` blocks, appended to `out`; ascending within a
     /// run or a window.
     pub(crate) fn take(&self, mut n: u32, zone: Zone, fit: Fit, out: &mut Vec<u32>) {
+        let start = out.len();
+        let mut runs = 0;
         if self.placement == Placement::AddressOrder && fit == Fit::Together && n > 1 {
-            n -= self.take_runs(n, zone, out);
+            runs = self.take_runs(n, zone, out);
+            n -= runs;
         }
+        let single = n;
         if let Some(scatter) = &self.scatter {
             while n > 0 && self.take_near(scatter.draw(self.span), out) {
                 n -= 1;
@@ -193,6 +197,10 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                     break;
                 }
             }
+        }
+        if runs > 0 && single > 0 {
+            // Both parts ascend: the stable sort merges them.
+            out[start..].sort();
         }
     }
 

@@ -28,12 +28,17 @@ pub(crate) struct Group {
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Empties one block. False: it is empty already, and nothing has changed.
     pub(crate) fn give_one(&self, home: &Home, block: u32) -> bool {
-        let window = Self::window_of(block);
         let (at, bit) = Self::place(block);
-        if !self.split(window) || !self.clear(at, bit) {
+        self.give_word(home, at, bit)
+    }
+
+    /// Empties blocks of one word. False: one of them is empty already, and nothing has changed.
+    pub(crate) fn give_word(&self, home: &Home, at: usize, mask: u64) -> bool {
+        let window = (at / WORDS) as u32;
+        if !self.split(window) || !self.clear(at, mask) {
             return false;
         }
-        let n = self.credit(home, window, 1);
+        let n = self.credit(home, window, mask.count_ones());
         self.deposit(home, n);
         true
     }

@@ -55,7 +55,7 @@ mod states;
 mod word;
 
 use crate::error::Result;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u32, zeroed_u64};
+use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u64};
 
 use fifo::Fifo;
 use homes::Home;
@@ -78,7 +78,9 @@ pub struct Pool<const BITS: u32 = 64, const WORDS: usize = 8> {
     physical: Physical<BITS, WORDS>,
     /// A block in the middle that is never handed out (a null block that is not the last).
     reserved: Option<u32>,
-    words: Box<[AtomicU32]>,
+    /// The state words, two in each: the even block's in the lower half, so that a batch changes
+    /// two by one exchange.
+    words: Box<[AtomicU64]>,
     evictable: Box<[AtomicU64]>,
     stuck: Box<[AtomicU64]>,
     counts: [AtomicU32; 5],
@@ -100,7 +102,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         let pool = Self {
             physical: Physical::new(span, reserved, placement, small_from, anchor)?,
             reserved,
-            words: zeroed_u32(span as usize)?,
+            words: zeroed_u64(span.div_ceil(2) as usize)?,
             evictable: zeroed_u64(words)?,
             stuck: zeroed_u64(words)?,
             counts: std::array::from_fn(|_| AtomicU32::new(0)),

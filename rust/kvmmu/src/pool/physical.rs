@@ -74,7 +74,11 @@ struct Alone(AtomicU32);
 pub(crate) struct Physical<const BITS: u32, const WORDS: usize> {
     pub(crate) span: u32,
     pub(crate) lines: Box<[AtomicU64]>,
-    pub(crate) counters: Box<[AtomicU32]>,
+    /// One word a window, see [`Physical::cell`].
+    counters: Box<[AtomicU32]>,
+    windows: u32,
+    /// Cache lines of counters, as a power of two.
+    stripes: u32,
     /// Windows with credits.
     pub(crate) open: Index,
     /// Windows that are wholly empty.
@@ -97,6 +101,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     pub(crate) const WINDOW: u32 = BITS * WORDS as u32;
     /// Order of the page that fills a window.
     pub(crate) const HUGE: u32 = Self::WINDOW.trailing_zeros();
+    /// Counters on one cache line.
+    const COUNTERS: usize = 16;
     /// The bits of a word that stand for blocks.
     pub(crate) const FULL: u64 = if BITS == 64 { !0 } else { (1 << BITS) - 1 };
 
@@ -128,10 +134,16 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
             AtomicU64::new(line)
         })?;
+        let stripes = windows
+            .div_ceil(Self::COUNTERS as u32)
+            .next_power_of_two()
+            .trailing_zeros();
         let pool = Self {
             span,
             lines,
-            counters: zeroed_u32(windows as usize)?,
+            counters: zeroed_u32(Self::COUNTERS << stripes)?,
+            windows,
+            stripes,
             open: Index::new(windows)?,
             vacant: Index::new(windows)?,
             may: (1..Self::HUGE)
@@ -154,7 +166,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             // Relaxed, here and below: nobody else has the pool yet.
             let clear = |line: &AtomicU64| (!line.load(Ordering::Relaxed)).count_ones();
             let n = pool.lines[first..first + WORDS].iter().map(clear).sum();
-            pool.counters[window as usize].store(n, Ordering::Relaxed);
+            pool.cell(window).store(n, Ordering::Relaxed);
             total += n;
             if n > 0 {
                 pool.open.set(window);
@@ -169,7 +181,14 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     pub(crate) fn windows(&self) -> u32 {
-        self.counters.len() as u32
+        self.windows
+    }
+
+    /// The counter word of a window. Neighbours lie on different cache lines: threads that each
+    /// take the lowest window that is free take neighbours.
+    pub(crate) fn cell(&self, window: u32) -> &AtomicU32 {
+        let line = (window & ((1 << self.stripes) - 1)) as usize;
+        &self.counters[line * Self::COUNTERS + (window >> self.stripes) as usize]
     }
 
     pub(crate) fn window_of(block: u32) -> u32 {
@@ -194,14 +213,14 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     pub(crate) fn counter(&self, window: u32) -> u32 {
         // Acquire: pairs with the AcqRel of `raise`: the bits behind these credits are clear.
-        self.counters[window as usize].load(Ordering::Acquire)
+        self.cell(window).load(Ordering::Acquire)
     }
 
     /// The counter, read so that later changes of it see what this thread did before (see
     /// [`super::index`]).
     pub(crate) fn counter_after(&self, window: u32) -> u32 {
         // AcqRel on a read-modify-write that changes nothing: pairs with `raise` in both orders.
-        self.counters[window as usize].fetch_or(0, Ordering::AcqRel)
+        self.cell(window).fetch_or(0, Ordering::AcqRel)
     }
 
     /// The windows of a zone, the preferred part first.
@@ -422,7 +441,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
             // AcqRel: Acquire pairs with the Release of `raise` (the bits are clear); Release
             // hands the same on.
-            match self.counters[window as usize].compare_exchange(
+            match self.cell(window).compare_exchange(
                 word,
                 (word - got) | taken,
                 Ordering::AcqRel,
@@ -439,7 +458,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     pub(crate) fn raise(&self, window: u32, n: u32, flags: u32) {
         // AcqRel: Release pairs with the Acquire of `lower`; Acquire for the indices (see
         // `super::index`).
-        let old = self.counters[window as usize].fetch_add(n.wrapping_sub(flags), Ordering::AcqRel);
+        let old = self
+            .cell(window)
+            .fetch_add(n.wrapping_sub(flags), Ordering::AcqRel);
         debug_assert_eq!(old & flags, flags, "window {window}: {old:#x}");
         let now = count(old) + n;
         debug_assert!(now <= Self::WINDOW, "window {window}: {now} credits");
@@ -457,7 +478,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Something was released into a window with barren orders: they are worth a look again.
     pub(crate) fn revive(&self, window: u32) {
         // AcqRel: pairs with the reading again in `give_up_on`.
-        let old = self.counters[window as usize].fetch_and(!BARREN, Ordering::AcqRel);
+        let old = self.cell(window).fetch_and(!BARREN, Ordering::AcqRel);
         for order in 1..Self::HUGE {
             if old & super::counter::barren(order) != 0 {
                 self.may[order as usize - 1].set(window);
@@ -502,7 +523,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return true;
         }
         // AcqRel: pairs with the exchange that begins the release of the page.
-        let old = self.counters[window as usize].fetch_and(!PAGE, Ordering::AcqRel);
+        let old = self.cell(window).fetch_and(!PAGE, Ordering::AcqRel);
         old & BUSY == 0
     }
 

@@ -12,10 +12,11 @@ use std::ops::Range;
 
 use super::give::Group;
 use super::physical::Physical;
-use super::{End, Fit, MAX_OWNER, Placement, Pool, State, Word, Zone};
+use super::states::Change;
+use super::{End, Fit, MAX_OWNER, MAX_REFERENCES, Placement, Pool, State, Word, Zone};
 use crate::config::MAX_BLOCKS;
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, Ordering, lock};
+use crate::sync::{AtomicU64, Ordering, lock};
 
 /// Settings of a [`Pool`].
 #[derive(Debug, Clone, PartialEq)]
@@ -217,86 +218,99 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     // -- sharing -----------------------------------------------------------------------------
 
-    /// One more reference for each block; a cached one comes back into use. All or none. Whoever
-    /// calls it holds the blocks, or knows that nobody empties them meanwhile: a private block
-    /// cannot be told from one that has just been emptied. An index that finds blocks which others
-    /// may evict calls [`Pool::revive`].
+    /// One more reference for each block, by somebody who holds it. All or none.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidBlock`] names the first block that is not held or cached, has
-    /// [`MAX_REFERENCES`](super::MAX_REFERENCES), or has an owner.
+    /// [`Error::InvalidBlock`] names the first block that is not held, has
+    /// [`MAX_REFERENCES`], or has an owner.
     pub fn retain(&self, blocks: &[u32]) -> Result<()> {
-        self.retain_each(blocks, |block| {
-            self.held(block)?;
-            self.single(block)?;
-            self.retain_one(block, |_| true)
-        })
+        self.all_held(blocks)?;
+        let more = |word: Word| match word.retained() {
+            Some(more) if word.state() == State::InUse => Change::To(more),
+            _ => Change::Refuse,
+        };
+        self.raise_each(blocks, more)
     }
 
-    /// One more reference for each of some published blocks, in use or cached: against an eviction
-    /// at the same time exactly one wins. All or none.
+    /// One more reference for each of some published blocks, by somebody who found them in an index
+    /// of contents: they may be in use or cached, and a cached one comes back into use. Against an
+    /// eviction at the same time exactly one wins. All or none.
+    ///
+    /// The number says nothing about the contents. An index that evicts takes the entry out first;
+    /// then whoever found the entry before and revives the block afterwards is told that it is gone.
     ///
     /// # Errors
     ///
     /// [`Error::InvalidBlock`] names the first block that is not published (any more), or has
-    /// [`MAX_REFERENCES`](super::MAX_REFERENCES).
+    /// [`MAX_REFERENCES`].
     pub fn revive(&self, blocks: &[u32]) -> Result<()> {
-        self.retain_each(blocks, |block| {
-            // A word that says so is of a block that is not empty.
-            self.range(block, 1).ok_or("is not a block of this pool")?;
-            self.retain_one(block, Word::is_published)
+        for &block in blocks {
+            // A word that says published is of a block that is not empty.
+            let inside = self.range(block, 1);
+            inside.ok_or_else(|| invalid(block, "is not a block of this pool"))?;
+        }
+        let more = |word: Word| match word.retained() {
+            Some(more) if word.is_published() => Change::To(more),
+            _ => Change::Refuse,
+        };
+        self.raise_each(blocks, more)
+    }
+
+    /// Changes all words or none: those changed before one that refuses give their reference back.
+    fn raise_each(&self, blocks: &[u32], more: impl Fn(Word) -> Change) -> Result<()> {
+        let mut cached = Vec::new();
+        let raised = self.change_each(blocks, more, |block, old, _| {
+            if old.state() == State::Cached {
+                cached.push(block);
+            }
+        });
+        cached.iter().for_each(|&block| self.index_evictable(block));
+        raised.map_err(|at| {
+            for &block in &blocks[..at] {
+                self.drop_one(block).expect("this reference was just taken"); // undo
+            }
+            let block = blocks[at];
+            let word = self.word(block);
+            let reason = match word.state() {
+                State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
+                State::InUse if word.references() == MAX_REFERENCES => {
+                    "has all the references that it can have"
+                }
+                State::InUse => "is not published",
+                State::Cached => "is cached, and not held",
+                _ => "is not held",
+            };
+            invalid(block, reason)
         })
     }
 
-    fn retain_each(
-        &self,
-        blocks: &[u32],
-        one: impl Fn(u32) -> std::result::Result<(), &'static str>,
-    ) -> Result<()> {
-        for (done, &block) in blocks.iter().enumerate() {
-            if let Err(reason) = one(block) {
-                for &block in &blocks[..done] {
-                    self.drop_one(block).expect("this reference was just taken"); // undo
+    /// An error unless all of these are blocks of the pool that are not empty. From then on they
+    /// are no part of a page that is released as one.
+    fn all_held(&self, blocks: &[u32]) -> Result<()> {
+        let mut rest = blocks;
+        while let Some((group, n)) = Physical::<BITS, WORDS>::group(rest) {
+            for &block in [rest[n - 1]].iter().chain(&self.reserved) {
+                if block >= self.physical.span {
+                    return Err(invalid(block, "is not a block of this pool"));
                 }
-                return Err(invalid(block, reason));
+                if self.reserved == Some(block) && rest[..n].contains(&block) {
+                    return Err(invalid(block, NULL));
+                }
             }
+            if let Some(block) = self.physical.empty_of(&group) {
+                return Err(invalid(block, "is not held"));
+            }
+            if !self.physical.split(group.first / Self::WINDOW) {
+                return Err(invalid(group.first, "is not held"));
+            }
+            rest = &rest[n..];
         }
         Ok(())
     }
 
-    /// One more reference, as long as the word is one that `may` have it.
-    fn retain_one(
-        &self,
-        block: u32,
-        may: impl Fn(Word) -> bool,
-    ) -> std::result::Result<(), &'static str> {
-        let mut word = self.word(block);
-        loop {
-            if !may(word) {
-                return Err("is not published");
-            }
-            let Some(more) = word.retained() else {
-                return Err(match word.state() {
-                    State::InUse if word.is_owned() => "is held by one owner and cannot be shared",
-                    State::InUse => "has all the references that it can have",
-                    _ => "is not held",
-                });
-            };
-            match self.change_word(block, word, more) {
-                Ok(()) => {
-                    if word.state() == State::Cached {
-                        self.index_evictable(block);
-                    }
-                    return Ok(());
-                }
-                Err(seen) => word = seen,
-            }
-        }
-    }
-
     /// An index of contents knows these blocks from now on: with their last reference they become
-    /// cached instead of empty, until they are retained or evicted. All or none.
+    /// cached instead of empty, until they are revived or evicted. All or none.
     ///
     /// # Errors
     ///
@@ -386,19 +400,26 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             return self.release_private(groups.iter().copied());
         }
         self.check_batch(blocks)?;
-        let mut wrong = Ok(());
+        let mut wrong = None;
         let mut empty = Vec::new();
-        for &block in blocks {
-            match self.lower_one(block) {
-                Ok(true) => {}
-                Ok(false) => empty.push(block),
-                Err(reason) => wrong = Err(invalid(block, reason)),
-            }
+        let less = |word: Word| match word.state() {
+            State::InUse if !word.is_owned() => word.released().map_or(Change::Leave, Change::To),
+            _ => Change::Refuse,
+        };
+        let mut rest = blocks;
+        while let Err(at) = self.change_each(rest, less, |block, _, change| match change {
+            Change::To(less) if less.state() == State::Cached => self.index_evictable(block),
+            Change::Leave => empty.push(block),
+            _ => {}
+        }) {
+            // Another thread has released it since it was checked.
+            wrong = Some(rest[at]);
+            rest = &rest[at + 1..];
         }
-        if let Some(block) = self.give_all(&empty) {
-            wrong = Err(invalid(block, "is not held"));
+        match wrong.or(self.give_all(&empty)) {
+            None => Ok(()),
+            Some(block) => Err(invalid(block, "is not held")),
         }
-        wrong
     }
 
     /// Blocks whose words are 0: the lines decide.
@@ -413,11 +434,15 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// Whether `n` blocks from `first` on are private or empty.
     fn are_private(&self, first: u32, n: usize) -> bool {
-        let words = self.words.get(first as usize..first as usize + n);
-        // Acquire: pairs with the exchange that gave another reference back; what that holder did
-        // to the block is before what its next owner does. Folded without a branch.
-        let bits = |bits, word: &AtomicU32| bits | word.load(Ordering::Acquire);
-        words.is_some_and(|words| words.iter().fold(0, bits) == 0)
+        if first.is_multiple_of(2) && n.is_multiple_of(2) {
+            let pairs = self.words.get(first as usize / 2..(first as usize + n) / 2);
+            // Acquire: pairs with the exchange that gave another reference back; what that holder
+            // did to the block is before what its next owner does. Folded without a branch.
+            let bits = |bits, pair: &AtomicU64| bits | pair.load(Ordering::Acquire);
+            return pairs.is_some_and(|pairs| pairs.iter().fold(0, bits) == 0);
+        }
+        let mut blocks = first..first.saturating_add(n as u32);
+        blocks.end <= self.physical.span && blocks.all(|block| self.word(block) == Word::PRIVATE)
     }
 
     /// Ascending blocks, each once, that are private or empty, as words and bits. `None`: they are
@@ -448,6 +473,17 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// An error unless every block can be released as often as it is listed.
     fn check_batch(&self, blocks: &[u32]) -> Result<()> {
+        if blocks.is_sorted_by(|a, b| a < b) {
+            self.all_held(blocks)?;
+            let wrong = |&&block: &&u32| {
+                let word = self.word(block);
+                word.state() != State::InUse || word.is_owned()
+            };
+            return match blocks.iter().find(wrong) {
+                None => Ok(()),
+                Some(&block) => self.releasable(block).map_err(|why| invalid(block, why)),
+            };
+        }
         let mut sorted = blocks.to_vec();
         sorted.sort_unstable();
         for same in sorted.chunk_by(|a, b| a == b) {
@@ -468,18 +504,8 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// [`Error::LimitExceeded`] when `owner` is above [`MAX_OWNER`].
     pub fn release_for(&self, owner: u32, blocks: &[u32]) -> Result<()> {
         check_owner(owner)?;
-        let owned = Word::owned(owner);
-        const NOT_THIS: &str = "is not held by this owner";
-        for (done, &block) in blocks.iter().enumerate() {
-            let held = self.held(block);
-            // The exchange decides: of two releases with the same owner one is told.
-            if held.is_err() || self.change_word(block, owned, Word::PRIVATE).is_err() {
-                for &block in &blocks[..done] {
-                    self.set_word(block, owned); // undo
-                }
-                return Err(invalid(block, held.err().unwrap_or(NOT_THIS)));
-            }
-        }
+        let otherwise = "is not held by this owner";
+        self.leave_state(blocks, Word::owned(owner), otherwise)?;
         self.give(blocks);
         Ok(())
     }
@@ -502,10 +528,75 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
                 return Ok(());
             }
             if self.are_private(first, range.len()) {
+                if 1 << order < BITS {
+                    let (at, bit) = Physical::<BITS, WORDS>::place(first);
+                    let mask = ((1 << (1 << order)) - 1) * bit;
+                    if self.physical.give_word(self.home(), at, mask) {
+                        return Ok(());
+                    }
+                }
                 return self.release_private(Physical::<BITS, WORDS>::groups(range));
             }
         }
         self.release_batch(&range.collect::<Vec<_>>())
+    }
+
+    // -- destinations of moves ---------------------------------------------------------------
+
+    /// Claims exactly these blocks, which must be empty, as destinations of moves. All or none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not empty.
+    pub fn destine(&self, blocks: &[u32]) -> Result<()> {
+        for (done, &block) in blocks.iter().enumerate() {
+            if !self.claim_exact(block, 1) {
+                let undone = self.undo(&blocks[..done]); // undo
+                undone.expect("these have just been destined");
+                return Err(invalid(block, "is not empty"));
+            }
+            self.set_word(block, Word::DESTINED);
+            self.set_stuck(block, true);
+        }
+        Ok(())
+    }
+
+    /// The moves do not take place: their destinations are empty again. All or none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not destined.
+    pub fn undo(&self, blocks: &[u32]) -> Result<()> {
+        self.leave_state(blocks, Word::DESTINED, "is not destined")?;
+        self.give(blocks);
+        Ok(())
+    }
+
+    /// The moves have taken place: their destinations are in use, with one reference each. All or
+    /// none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidBlock`] names the first block that is not destined.
+    pub fn arrive(&self, blocks: &[u32]) -> Result<()> {
+        self.leave_state(blocks, Word::DESTINED, "is not destined")
+    }
+
+    /// Makes blocks private that have this word; the exchange decides between two callers.
+    fn leave_state(&self, blocks: &[u32], word: Word, otherwise: &'static str) -> Result<()> {
+        for (done, &block) in blocks.iter().enumerate() {
+            let held = self.held(block);
+            if held.is_err() || self.change_word(block, word, Word::PRIVATE).is_err() {
+                for &block in &blocks[..done] {
+                    self.set_word(block, word); // undo
+                }
+                return Err(invalid(block, otherwise));
+            }
+        }
+        for &block in blocks {
+            self.set_stuck(block, false);
+        }
+        Ok(())
     }
 
     // -- offline -----------------------------------------------------------------------------
@@ -538,22 +629,9 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     pub fn online(&self, first: u32, n: u32) -> Result<()> {
         let range = self.range(first, n);
         let range = range.ok_or_else(|| invalid(first, "begins no such range of this pool"))?;
-        for block in range.clone() {
-            // The exchange decides between two that bring the same block back.
-            if self
-                .change_word(block, Word::OFFLINE, Word::PRIVATE)
-                .is_err()
-            {
-                for block in first..block {
-                    self.set_word(block, Word::OFFLINE); // undo
-                }
-                return Err(invalid(block, "is not offline"));
-            }
-        }
-        for block in range.clone() {
-            self.set_stuck(block, false);
-        }
-        self.give(&range.collect::<Vec<_>>());
+        let blocks: Vec<u32> = range.collect();
+        self.leave_state(&blocks, Word::OFFLINE, "is not offline")?;
+        self.give(&blocks);
         Ok(())
     }
 
@@ -582,7 +660,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// Bytes held beside the state words.
     pub fn metadata_bytes(&self) -> usize {
         let list = match &self.fifo {
-            Some(_) => 8 * self.words.len(),
+            Some(_) => 8 * self.physical.span as usize,
             None => 0,
         };
         let indices = size_of_val(&*self.evictable) + size_of_val(&*self.stuck);

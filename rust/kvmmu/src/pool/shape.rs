@@ -128,7 +128,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let index = &self.may[order as usize - 1];
         // AcqRel: Acquire pairs with `raise`: releases counted before this mark are seen below.
         // Release: those counted after it see the mark.
-        let old = self.counters[window as usize].fetch_or(mark, Ordering::AcqRel);
+        let old = self.cell(window).fetch_or(mark, Ordering::AcqRel);
         let found = self.find_page(window, order);
         if old & HOME != 0 || found.is_some() {
             self.revive(window); // undo
@@ -143,24 +143,27 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// The lowest page of an order in a window that looks free.
     pub(crate) fn find_page(&self, window: u32, order: u32) -> Option<u32> {
-        let words = Self::words_of(window);
+        self.find_page_from(window * Self::WINDOW, window, order)
+    }
+
+    /// The lowest page of an order in a window that looks free and begins at or after `from`.
+    fn find_page_from(&self, from: u32, window: u32, order: u32) -> Option<u32> {
+        let words = (from / BITS) as usize..Self::words_of(window).end;
         // Acquire, both: pair with the release that cleared the bits.
         if 1 << order < BITS {
+            let mut ahead = !0 << (from % BITS);
             for at in words {
-                let mut free = !self.lines[at].load(Ordering::Acquire);
-                for step in 0..order {
-                    free &= free >> (1 << step);
-                }
-                free &= every(1 << order);
+                let free = pages(self.lines[at].load(Ordering::Acquire), order) & ahead;
                 if free != 0 {
                     return Some(at as u32 * BITS + free.trailing_zeros());
                 }
+                ahead = !0;
             }
             return None;
         }
         let span = ((1 << order) / BITS) as usize;
         let free = |at: usize| self.lines[at].load(Ordering::Acquire) == !Self::FULL;
-        words
+        (from.div_ceil(1 << order) as usize * span..words.end)
             .step_by(span)
             .find(|&at| (at..at + span).all(free))
             .map(|at| at as u32 * BITS)
@@ -168,9 +171,38 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// With 2^order credits of a window: sets a page's bits. `None`: there is none.
     fn set_page(&self, window: u32, order: u32) -> Option<u32> {
+        if 1 << order < BITS {
+            return self.set_page_of_a_word(window, order);
+        }
         while let Some(first) = self.find_page(window, order) {
             if self.set_range(first..first + (1 << order)) {
                 return Some(first);
+            }
+        }
+        None
+    }
+
+    fn set_page_of_a_word(&self, window: u32, order: u32) -> Option<u32> {
+        for at in Self::words_of(window) {
+            // Relaxed: the exchange decides.
+            let mut line = self.lines[at].load(Ordering::Relaxed);
+            loop {
+                let free = pages(line, order);
+                if free == 0 {
+                    break;
+                }
+                let first = free.trailing_zeros();
+                let mask = ((1 << (1 << order)) - 1) << first;
+                // AcqRel: Acquire pairs with the Release that cleared the bits.
+                match self.lines[at].compare_exchange(
+                    line,
+                    line | mask,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => return Some(at as u32 * BITS + first),
+                    Err(seen) => line = seen,
+                }
             }
         }
         None
@@ -299,7 +331,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 return false;
             }
             // AcqRel: pairs with the `split` of a second owner, of which one wins.
-            match self.counters[window as usize].compare_exchange(
+            match self.cell(window).compare_exchange(
                 word,
                 word & !PAGE | BUSY,
                 Ordering::AcqRel,
@@ -427,28 +459,45 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// The lowest run of `n` blocks in a range that looks free. Windows without an aligned page of
     /// half the length cannot hold the middle of one and are left out by their index.
     pub(crate) fn find_run(&self, n: u32, range: Range<u32>) -> Option<u32> {
+        let mut looks = u32::MAX;
+        self.find_run_near(n, range, &mut looks)
+    }
+
+    /// As [`Physical::find_run`], but gives up after looking into so many windows in vain; those
+    /// that leave the index of their order do not count.
+    pub(crate) fn find_run_near(&self, n: u32, range: Range<u32>, looks: &mut u32) -> Option<u32> {
         let order = n.div_ceil(2).ilog2().min(Self::HUGE);
         let windows = |from: u32| from / Self::WINDOW..range.end.div_ceil(Self::WINDOW);
         let mut from = range.start;
-        loop {
+        while from < range.end {
             let window = self.candidate(order, windows(from))?;
-            let begin = (window * Self::WINDOW).max(range.start);
-            let start = self.run_start(begin.max(from), range.start.max(begin.saturating_sub(n)));
-            let end = ((window + 1) * Self::WINDOW).min(range.end);
-            match self.run_from(start, end, n, range.end) {
-                Some(first) => return Some(first),
-                None => from = end,
+            from = from.max(window * Self::WINDOW);
+            let mut any = false;
+            // Each run that is long enough has an aligned page of half its length inside.
+            while let Some(page) = self.find_page_from(from, window, order) {
+                any = true;
+                let least = range.start.max((page + 1).saturating_sub(n));
+                let first = self.run_start(page.max(least), least);
+                let length = self.run_length(first, n.min(range.end.saturating_sub(first)));
+                if length == n {
+                    return Some(first);
+                }
+                from = first.saturating_add(length).max(page + 1);
+                if from >= (window + 1) * Self::WINDOW {
+                    break;
+                }
             }
-            if (1..Self::HUGE).contains(&order)
-                && self.counter(window) & HOME == 0
-                && self.find_page(window, order).is_none()
-            {
+            from = from.max((window + 1) * Self::WINDOW);
+            if any {
+                // Pages but no run: the next search comes here again.
+                *looks = looks.checked_sub(1)?;
+            } else if (1..Self::HUGE).contains(&order) && self.counter(window) & HOME == 0 {
                 self.give_up_on(window, order);
-            }
-            if from >= range.end {
-                return None;
+            } else if order == Self::HUGE {
+                self.recheck_vacant(window);
             }
         }
+        None
     }
 
     /// The next window that may have an aligned page of an order. Homes are candidates always:
@@ -498,32 +547,6 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         n.min(most)
     }
 
-    /// The first run of `n` free blocks that begins in `start .. end`; it may reach up to `most`.
-    fn run_from(&self, start: u32, end: u32, n: u32, most: u32) -> Option<u32> {
-        let mut at = start;
-        let mut first = start;
-        while first < end && first + n <= most {
-            // `first .. at` is free.
-            if at - first >= n {
-                return Some(first);
-            }
-            let (word, _) = Self::place(at);
-            let offset = at - word as u32 * BITS;
-            // Acquire: pairs with the release that cleared the bits.
-            let line = (self.lines[word].load(Ordering::Acquire) | !Self::FULL) >> offset;
-            let free = line.trailing_zeros().min(BITS - offset);
-            at += free;
-            if free < BITS - offset {
-                if at - first >= n {
-                    return Some(first);
-                }
-                at += (!(line >> free)).trailing_zeros().min(BITS - offset - free);
-                first = at;
-            }
-        }
-        None
-    }
-
     /// Claims blocks in the shape of a peer's runs, in their order, or as near as it goes: a run
     /// that is not to be had comes in the longest pieces that are.
     pub(crate) fn claim_like(&self, home: &Home, lengths: &[u32], out: &mut Vec<u32>) -> bool {
@@ -558,15 +581,22 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 }
 
-/// A bit at every multiple of `step`, a power of two.
-fn every(step: u32) -> u64 {
-    let mut bits = 1;
-    let mut at = step;
-    while at < 64 {
-        bits |= bits << at;
-        at *= 2;
+/// The first bits of the aligned pages of a word that are clear, for pages smaller than a word.
+fn pages(line: u64, order: u32) -> u64 {
+    /// A bit at every multiple of 2^order.
+    const ALIGNED: [u64; 6] = [
+        !0,
+        0x5555_5555_5555_5555,
+        0x1111_1111_1111_1111,
+        0x0101_0101_0101_0101,
+        0x0001_0001_0001_0001,
+        0x0000_0001_0000_0001,
+    ];
+    let mut free = !line;
+    for step in 0..order {
+        free &= free >> (1 << step);
     }
-    bits
+    free & ALIGNED[order as usize]
 }
 
 const _: () = assert!(COUNT >= 512);

@@ -28,34 +28,102 @@ pub struct States {
 impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// The state word. 0 for an empty block as well: see [`Pool::is_empty`].
     pub(crate) fn word(&self, block: u32) -> Word {
-        // Acquire: pairs with the Release in `set_word` and `change_word`.
-        Word(self.words[block as usize].load(Ordering::Acquire))
+        // Acquire: pairs with the AcqRel of whoever changed it.
+        half(
+            self.words[block as usize / 2].load(Ordering::Acquire),
+            block,
+        )
     }
 
     /// Replaces the word of a block that is not empty; the caller alone may (see the module).
     pub(crate) fn set_word(&self, block: u32, word: Word) {
-        let cell = &self.words[block as usize];
-        let old = Word(cell.load(Ordering::Relaxed)).state();
-        // Release: pairs with the Acquire in `word`.
-        cell.store(word.0, Ordering::Release);
-        self.recount(old, word.state());
+        let cell = &self.words[block as usize / 2];
+        // Relaxed: nobody else changes this half.
+        let old = half(cell.load(Ordering::Relaxed), block);
+        // AcqRel: Release pairs with the Acquire in `word`. The other half stays as it is.
+        cell.fetch_xor(difference(block, old, word), Ordering::AcqRel);
+        self.recount(old, word);
     }
 
     /// Replaces the word if it is still `old`; else tells what it is.
     pub(crate) fn change_word(&self, block: u32, old: Word, new: Word) -> Result<(), Word> {
-        // AcqRel: pairs with `word` and with itself: what one holder did to the block is before
-        // what the next one does.
-        let done = self.words[block as usize].compare_exchange(
-            old.0,
-            new.0,
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
-        done.map(|_| self.recount(old.state(), new.state()))
-            .map_err(Word)
+        let cell = &self.words[block as usize / 2];
+        // Acquire, and AcqRel below: what one holder did to the block is before what the next one
+        // does.
+        let mut pair = cell.load(Ordering::Acquire);
+        loop {
+            let now = half(pair, block);
+            if now != old {
+                return Err(now);
+            }
+            match cell.compare_exchange(
+                pair,
+                pair ^ difference(block, old, new),
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => {
+                    self.recount(old, new);
+                    return Ok(());
+                }
+                Err(seen) => pair = seen,
+            }
+        }
     }
 
-    fn recount(&self, old: State, new: State) {
+    /// Changes the words of some blocks, neighbours two at a time. `changed` hears of each change.
+    /// A block whose word may not be changed ends it: its place is returned, and those before it
+    /// were changed.
+    pub(crate) fn change_each(
+        &self,
+        blocks: &[u32],
+        change: impl Fn(Word) -> Change,
+        mut changed: impl FnMut(u32, Word, Change),
+    ) -> Result<(), usize> {
+        let mut at = 0;
+        while let Some(&block) = blocks.get(at) {
+            let two = block.is_multiple_of(2) && blocks.get(at + 1) == Some(&(block + 1));
+            let cell = &self.words[block as usize / 2];
+            // Acquire, and AcqRel below: as in `change_word`.
+            let mut pair = cell.load(Ordering::Acquire);
+            let done = loop {
+                let a = change(half(pair, block));
+                if a == Change::Refuse {
+                    return Err(at);
+                }
+                // A neighbour that refuses has its own turn.
+                let b = two.then(|| change(half(pair, block + 1)));
+                let b = b.filter(|&b| b != Change::Refuse);
+                let flip = |block: u32, change: Change| match change {
+                    Change::To(new) => difference(block, half(pair, block), new),
+                    _ => 0,
+                };
+                let bits = flip(block, a) | b.map_or(0, |b| flip(block + 1, b));
+                if bits == 0 {
+                    break (a, b);
+                }
+                match cell.compare_exchange(pair, pair ^ bits, Ordering::AcqRel, Ordering::Acquire)
+                {
+                    Ok(_) => break (a, b),
+                    Err(seen) => pair = seen,
+                }
+            };
+            for (block, change) in [(block, Some(done.0)), (block + 1, done.1)] {
+                if let Some(change) = change {
+                    let old = half(pair, block);
+                    if let Change::To(new) = change {
+                        self.recount(old, new);
+                    }
+                    changed(block, old, change);
+                }
+            }
+            at += 1 + usize::from(done.1.is_some());
+        }
+        Ok(())
+    }
+
+    fn recount(&self, old: Word, new: Word) {
+        let (old, new) = (old.state(), new.state());
         if old != new {
             // Relaxed, both: statistics, exact at quiescence.
             if old != State::InUse {
@@ -200,6 +268,27 @@ impl Pool {
         let load = |line: &AtomicU64| line.load(Ordering::Acquire);
         self.physical.lines[..words].iter().map(load)
     }
+}
+
+/// What is to become of a word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// This.
+    To(Word),
+    /// It stays, and the block is handled otherwise.
+    Leave,
+    /// It may not be changed.
+    Refuse,
+}
+
+/// The word of a block in its pair.
+fn half(pair: u64, block: u32) -> Word {
+    Word((pair >> (32 * (block % 2))) as u32)
+}
+
+/// The bits of a pair that differ when a block's word changes.
+fn difference(block: u32, old: Word, new: Word) -> u64 {
+    u64::from(old.0 ^ new.0) << (32 * (block % 2))
 }
 
 fn place(block: u32) -> (usize, u64) {

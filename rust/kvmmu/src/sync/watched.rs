@@ -11,7 +11,6 @@
 //! here that every access, a load too, adds nothing to by a read-modify-write: of two accesses of
 //! one atomic by two threads the later always finds the other's on the companion. It is relaxed, so
 //! it orders nothing else.
-
 //!
 //! `KVMMU_WEAKEN=file:line:column:which:Relaxed` weakens one ordering while a model runs: the one of
 //! that call, `which` 0 for the first ordering it names and 1 for the second (`scripts/mutate`).
@@ -112,6 +111,11 @@ macro_rules! watched {
             #[track_caller]
             pub(crate) fn fetch_or(&self, value: $value, order: Ordering) -> $value {
                 self.touched().fetch_or(value, self::order(order, 0))
+            }
+
+            #[track_caller]
+            pub(crate) fn fetch_xor(&self, value: $value, order: Ordering) -> $value {
+                self.touched().fetch_xor(value, self::order(order, 0))
             }
 
             #[track_caller]

@@ -1,0 +1,630 @@
+"""One allocator beside a model of what it should be.
+
+What lives here: :class:`Trial`, whose methods each make one call, compare what came of it with
+the model, and raise a fault with all calls so far. What never lives here: chance (see
+:mod:`.machine`). Each call is a line of Python, and the lines that a fault shows are those that
+ran.
+
+The model is short: which claims hold which blocks, and what each of their blocks contains. The rest
+follows. A block is held if a claim has it and free otherwise; its references are the claims that
+have it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+from ..errors import InvalidConfig
+from . import faults
+
+__all__ = ["Claim", "Trial"]
+
+OPTIONAL = (
+    "retain", "fork", "append", "truncate", "compact", "claim_prompt", "publish", "evict",
+    "stats", "references", "validate", "write", "read",
+)  # fmt: skip
+FEW = 64
+"""Pools up to this size have every block looked at after each call, larger ones those held."""
+
+
+@dataclass
+class Claim:
+    """What one claim should be: its name in the lines, its blocks, and what each contains."""
+
+    name: str
+    blocks: list[int]
+    values: list[int]
+    prompt: int | None = None
+    """The prompt that all of its blocks belong to."""
+    written: bool = True
+    """False between ``claim_prompt`` and ``publish``."""
+
+
+def _part(claim: Claim, start: int, stop: int) -> str:
+    """The expression for a part of a claim of ids."""
+    if stop - start == len(claim.blocks):
+        return claim.name
+    return f"{claim.name}[{start or ''}:{stop if stop < len(claim.blocks) else ''}]"
+
+
+@lru_cache(maxsize=4096)
+def _compiled(line: str) -> CodeType:
+    return compile(line, "<sequence>", "exec")
+
+
+class Trial:
+    """An allocator under test.
+
+    Args:
+        factory: makes the allocator; called once.
+        refuses: exception types that say "not enough blocks"; default: the allocator's own
+            ``refuses``, or MemoryError.
+
+    Raises:
+        InvalidConfig: the factory raised, or made no :class:`~.protocol.Allocator`.
+    """
+
+    def __init__(
+        self, factory: Callable[[], Any], refuses: tuple[type[Exception], ...] | None = None
+    ) -> None:
+        self.factory = factory
+        try:
+            self.allocator = allocator = factory()
+        except InvalidConfig:
+            raise
+        except Exception as error:
+            raise InvalidConfig(
+                f"{_name_of(factory)}() raised {type(error).__name__}: {error}; a factory takes "
+                "nothing and makes an allocator"
+            ) from error
+        missing = [n for n in ("num_blocks", "claim", "release") if not hasattr(allocator, n)]
+        if missing:
+            raise InvalidConfig(
+                f"{_name_of(factory)} made a {type(allocator).__name__}, which lacks "
+                f"{', '.join(missing)}; an allocator has num_blocks, claim and release"
+            )
+        self.num_blocks = int(allocator.num_blocks)
+        null = getattr(allocator, "null_block", None)
+        self.null_block = None if null is None else int(null)
+        self.trusts_caller = bool(getattr(allocator, "trusts_caller", False))
+        self.copies_on_write = bool(getattr(allocator, "copies_on_write", False))
+        self.refuses = refuses or tuple(getattr(allocator, "refuses", (MemoryError,)))
+        self.has = {name for name in OPTIONAL if hasattr(allocator, name)}
+        self.deals_in_sequences = bool(self.has & {"fork", "append", "truncate"})
+        self.owns_memory = {"read", "write"} <= self.has
+
+        self.claims: list[Claim] = []
+        self.gone: list[tuple[str, list[int]]] = []
+        """Expressions of what was released, and its ids then."""
+        self.memory: dict[int, int] = {}
+        self.lines: list[str] = []
+        self.fault: faults.AllocatorFault | None = None
+        self._variables: dict[str, Any] = {"a": allocator}
+        self._names = (f"x{number}" for number in itertools.count())
+        self._values = itertools.count(1)
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Counter[int]:
+        """References of each block that somebody holds."""
+        return Counter(block for claim in self.claims for block in claim.blocks)
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return self.num_blocks - len(self.held)
+
+    def is_block(self, block: int) -> bool:
+        """Whether this id may be handed out."""
+        last = self.num_blocks - (self.null_block is None)
+        return 0 <= block <= last and block != self.null_block
+
+    def all_blocks(self) -> Iterator[int]:
+        """Every id that may be handed out."""
+        return filter(self.is_block, range(self.num_blocks + 1))
+
+    # -- calls that claim ----------------------------------------------------------------------
+
+    def claim(self, n: int) -> None:
+        """Asks for ``n`` blocks."""
+        name = next(self._names)
+        if self._claims_blocks(f"{name} = a.claim({n})", n, may_refuse=n < 1):
+            blocks = self._blocks(name)
+            self._check_new(name, blocks, max(n, 0))
+            self._add(Claim(name, blocks, self._write_fresh(blocks)))
+            self._check()
+
+    def claim_prompt(self, prompt: int, n: int) -> None:
+        """Asks for the first blocks of a prompt; whatever is found cached must be what it says."""
+        name = next(self._names)
+        # It costs n at most: what is found cached and is held costs nothing.
+        if not self._claims_blocks(f"{name}, hits = a.claim_prompt({prompt}, {n})", n):
+            return
+        blocks, hits = self._blocks(name), int(self._variables["hits"])
+        if len(blocks) != n or not 0 <= hits <= n:
+            raise self._fault(
+                faults.WrongCount,
+                f"claim_prompt({prompt}, {n}) gave {len(blocks)} blocks, {hits} of them cached",
+                f"assert len([*{name}]) == {n} and 0 <= hits <= {n}",
+            )
+        self._check_new(name, blocks[hits:], n - hits, f"[*{name}][{hits}:]" if hits else name)
+        values = [self._prompt_value(prompt, i) for i in range(n)]
+        for i, block in enumerate(blocks[:hits]):
+            self._check_id(name, block)
+            if self._read(block) != values[i]:
+                raise self._fault(
+                    faults.StaleCache,
+                    f"{name} was given block {block} as block {i} of prompt {prompt}: it is not",
+                    f"assert hits == {i}  # block {block} holds something else",
+                )
+            if block in blocks[i + 1 :]:
+                raise self._fault(
+                    faults.DoubleHandOut,
+                    f"block {block} is in {name} twice",
+                    f"assert len({{*{name}}}) == {n}",
+                )
+        values[hits:] = self._write_fresh(blocks[hits:])
+        self._add(Claim(name, blocks, values, prompt, written=hits == n))
+        self._check()
+
+    def append(self, index: int, n: int) -> None:
+        """Extends a sequence, and writes into its last block if that is how the allocator works."""
+        claim = self.claims[index]
+        last = claim.blocks[-1] if claim.blocks else None
+        shared = last is not None and self.held[last] > 1
+        cost = n + (shared and self.copies_on_write)
+        if not self._claims_blocks(f"copies = a.append({claim.name}, {n})", cost):
+            return
+        copies = self._pairs("copies")
+        if copies and (len(copies) > 1 or copies[0][0] != last):
+            raise self._fault(
+                faults.BadMove,
+                f"append to {claim.name} returned the copies {copies}; its last block was {last}",
+                f"assert [source for source, _ in copies] == [{last}]",
+            )
+        expected = [*claim.blocks[:-1], copies[0][1]] if copies else list(claim.blocks)
+        blocks = self._blocks(claim.name)
+        old = len(expected)
+        if blocks[:old] != expected:
+            raise self._fault(
+                faults.LostMapping,
+                f"{claim.name} shows {blocks[:old]} after the append, expected {expected}",
+                f"assert [*{claim.name}][:{old}] == {expected}",
+            )
+        handed_out = [copies[0][1], *blocks[old:]] if copies else blocks[old:]
+        shown = f"[*{claim.name}][{old - len(copies)}:]"
+        self._check_new(claim.name, handed_out, n + len(copies), shown)
+        for source, destination in copies:
+            self._copy(source, destination)
+        if self.copies_on_write and last is not None:
+            if shared and not copies:
+                other = next(c for c in self.claims if c is not claim and last in c.blocks)
+                raise self._fault(
+                    faults.LostContents,
+                    f"append to {claim.name} writes into block {last}, which {other.name} shares",
+                    f"assert {last} not in {claim.name}",
+                )
+            claim.values[-1:] = self._write_fresh(expected[-1:])
+            claim.prompt = None
+        claim.blocks = blocks
+        claim.values += self._write_fresh(blocks[old:])
+        self._check()
+
+    def _claims_blocks(self, line: str, cost: int, may_refuse: bool = False) -> bool:
+        """Runs a call that needs ``cost`` free blocks: whether it worked, which it must if they
+        are there."""
+        call, free = line.split(" = ", 1)[1], self.free
+        try:
+            self._run(line)
+        except Exception as error:
+            if not may_refuse and not isinstance(error, self.refuses):
+                raise self._crash(call, error) from error
+            if cost <= free and not may_refuse:
+                message = f"{call} was refused although {free} blocks are free"
+                raise self._fault(faults.LostBlock, message) from error
+            self._raised(error)
+            return False
+        return True
+
+    def _check_new(self, name: str, blocks: list[int], n: int, shown: str = "") -> None:
+        """These blocks were just handed out: each must be one that nobody holds."""
+        held, shown = self.held, shown or name
+        for i, block in enumerate(blocks):
+            self._check_id(name, block)
+            if block in blocks[:i]:
+                raise self._fault(
+                    faults.DoubleHandOut,
+                    f"block {block} was handed out twice in one call",
+                    f"assert len({{*{shown}}}) == {len(blocks)}",
+                )
+            if block in held:
+                holder = next(claim for claim in self.claims if block in claim.blocks)
+                raise self._fault(
+                    faults.DoubleHandOut,
+                    f"block {block} was handed out to {name} while {holder.name} holds it",
+                    f"assert not {{*{holder.name}}} & {{*{shown}}}"
+                    if holder.name != name
+                    else f"assert len({{*{name}}}) == len([*{name}])",
+                )
+        if len(blocks) != n:
+            over = n > self.free
+            raise self._fault(
+                faults.Overcommitted if over else faults.WrongCount,
+                f"{n} blocks were asked for and {len(blocks)} given to {name}"
+                + (f"; {self.free} were free, so the call had to be refused" if over else ""),
+                f"assert len([*{shown}]) == {n}",
+            )
+
+    def _check_id(self, name: str, block: int) -> None:
+        if not self.is_block(block):
+            of = "the null block" if block == self.null_block else "no block of this pool"
+            raise self._fault(
+                faults.UnknownBlock,
+                f"{name} was given block {block}, which is {of}",
+                f"assert {block} not in {name}",
+            )
+
+    # -- calls that share and release ----------------------------------------------------------
+
+    def release(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        """Releases a claim, or (of ids) a part of it."""
+        claim = self.claims[index]
+        stop = len(claim.blocks) if stop is None else stop
+        if self.deals_in_sequences or stop - start == len(claim.blocks):
+            self._must(f"a.release({claim.name})")
+            del self.claims[index]
+            self.gone.append((claim.name, claim.blocks))
+        else:
+            self._must(f"a.release({_part(claim, start, stop)})")
+            blocks = claim.blocks[start:stop]
+            self.gone.append((str(blocks), blocks))
+            kept = f"{claim.name}[{stop}:]"
+            if start:
+                kept = f"[*{claim.name}[:{start}], *{kept}]"
+            self._run(f"{claim.name} = {kept}")
+            del claim.blocks[start:stop], claim.values[start:stop]
+            claim.prompt = None
+        self._check()
+
+    def release_together(self, first: int, second: int) -> None:
+        """Releases two claims of ids in one call."""
+        one, other = self.claims[first], self.claims[second]
+        self._must(f"a.release([*{one.name}, *{other.name}])")
+        self.gone += [(claim.name, claim.blocks) for claim in (one, other)]
+        self.claims = [claim for claim in self.claims if claim not in (one, other)]
+        self._check()
+
+    def share(self, index: int, start: int = 0, stop: int | None = None) -> None:
+        """A second claim on the same blocks, by ``fork`` or (of ids, or a part) ``retain``."""
+        claim, name = self.claims[index], next(self._names)
+        if self.deals_in_sequences:
+            self._must(f"{name} = a.fork({claim.name})")
+            start, stop = 0, len(claim.blocks)
+        else:
+            stop = len(claim.blocks) if stop is None else stop
+            what = _part(claim, start, stop)
+            self._must(f"a.retain({what})")
+            self._run(f"{name} = {what}")
+        part = slice(start, stop)
+        self._add(Claim(name, claim.blocks[part], claim.values[part]))
+        self._check()
+
+    def truncate(self, index: int, n: int) -> None:
+        """Cuts a sequence to its first ``n`` blocks."""
+        claim = self.claims[index]
+        self._must(f"a.truncate({claim.name}, {n})")
+        del claim.blocks[n:], claim.values[n:]
+        self._check()
+
+    # -- calls that move, publish and evict ----------------------------------------------------
+
+    def compact(self) -> None:
+        """Lets the allocator move blocks, and carries its moves out."""
+        self._must("moves = a.compact()")
+        new: dict[int, int] = {}
+        for source, destination in self._pairs("moves"):
+            if not self.is_block(source) or not self.is_block(destination):
+                raise self._fault(
+                    faults.BadMove,
+                    f"a move from {source} to {destination}, of which one is no block of this pool",
+                    f"assert ({source}, {destination}) not in [*map(tuple, moves)]",
+                )
+            if destination in self.held:
+                holder = next(claim for claim in self.claims if destination in claim.blocks)
+                raise self._fault(
+                    faults.BadMove,
+                    f"a move from {source} to {destination}, which {holder.name} holds",
+                    f"assert ({source}, {destination}) not in [*map(tuple, moves)]",
+                )
+            self._copy(source, destination)
+            new[source] = destination
+            for claim in self.claims:
+                claim.blocks = [destination if b == source else b for b in claim.blocks]
+        if not self.deals_in_sequences:
+            for claim in self.claims:
+                if new.keys() & set(self._blocks(claim.name)):
+                    self._run(f"{claim.name} = {claim.blocks}")
+        self._check()
+
+    def publish(self, index: int) -> None:
+        """Writes what is left of a prompt, then says so."""
+        claim = self.claims[index]
+        assert claim.prompt is not None
+        for i, block in enumerate(claim.blocks):
+            claim.values[i] = self._prompt_value(claim.prompt, i)
+            self._write(block, claim.values[i])
+        self._must(f"a.publish({claim.name}, {claim.prompt})")
+        claim.written = True
+        self._check()
+
+    def evict(self, n: int) -> None:
+        """Has cached blocks forgotten."""
+        before = self._cached()
+        self._must(f"evicted = a.evict({n})")
+        evicted, after = int(self._variables["evicted"]), self._cached()
+        self._check()
+        if not 0 <= evicted <= n or (before is not None and after != before - evicted):
+            counts = "" if before is None else f"; {before} were cached before, {after} are now"
+            proof = f"assert 0 <= evicted <= {n}"
+            if before is not None:
+                proof += f" and a.stats()['cached'] == {before} - evicted"
+            message = f"evict({n}) says that it evicted {evicted}{counts}"
+            raise self._fault(faults.WrongStatistics, message, proof)
+
+    def _cached(self) -> int | None:
+        return self._stats().get("cached")
+
+    # -- calls that must be refused ------------------------------------------------------------
+
+    def release_again(self, index: int) -> None:
+        """Releases what was released; not if all its ids have a new holder, who cannot be told
+        from the old one."""
+        what, blocks = self.gone[index]
+        held = self.held
+        if self.deals_in_sequences or any(block not in held for block in blocks):
+            self._must_refuse(f"a.release({what})", faults.ReleasedTwice, "it was released already")
+
+    def release_foreign(self, block: int, index: int | None) -> None:
+        """Releases an id that was never handed out, alone or behind a good claim."""
+        what = f"[{block}]" if index is None else f"[*{self.claims[index].name}, {block}]"
+        self._must_refuse(
+            f"a.release({what})", faults.ForeignRelease, f"block {block} was never handed out"
+        )
+
+    def release_doubled(self, index: int) -> None:
+        """Releases one reference by naming its block twice: an error, or once."""
+        claim = self.claims[index]
+        block = claim.blocks[0]
+        try:
+            self._run(f"a.release([{block}, {block}])")
+        except Exception as error:
+            self._raised(error)
+            return
+        self._run(f"{claim.name} = {claim.name}[1:]")
+        del claim.blocks[0], claim.values[0]
+        claim.prompt = None
+        self.claims = [claim for claim in self.claims if claim.blocks]
+        self._check()
+
+    def use_again(self, index: int) -> None:
+        """Shares or extends what was released."""
+        what, blocks = self.gone[index]
+        held = self.held
+        for method, call in (("fork", "{}"), ("append", "{}, 1"), ("retain", "{}")):
+            if method not in self.has:
+                continue
+            # Ids may have a new holder, and a cache may let one retain what nobody holds.
+            if method == "retain" and (
+                "claim_prompt" in self.has or all(block in held for block in blocks)
+            ):
+                continue
+            self._must_refuse(
+                f"a.{method}({call.format(what)})",
+                faults.UsedAfterRelease,
+                f"{what} was released",
+            )
+
+    def _must_refuse(self, call: str, kind: type[faults.AllocatorFault], reason: str) -> None:
+        try:
+            self._run(call)
+        except Exception as error:
+            self._raised(error)
+        else:
+            message = f"{call} was accepted although {reason}"
+            raise self._fault(kind, message, f"assert False, {f'accepted although {reason}'!r}")
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Releases everything: then every block can be had, once."""
+        while self.claims:
+            self.release(0)
+        self.claim_all()
+
+    def claim_all(self) -> None:
+        """Claims all that is free, block for block accounted for, and one more."""
+        self.claim(self.free)
+        self.claim(1)
+
+    # -- checks after every call ---------------------------------------------------------------
+
+    def _check(self, raised: str = "") -> None:
+        """Compares all that can be seen. ``raised``: the call that has just failed, which must have
+        changed nothing."""
+        self._check_sequences(raised)
+        self._check_stats(raised)
+        held = self.held
+        if "references" in self.has:
+            few = self.num_blocks <= FEW
+            for block in self.all_blocks() if few else held:
+                count = int(self.allocator.references(block))
+                if count != held[block]:
+                    raise self._mismatch(
+                        raised,
+                        faults.WrongReferences,
+                        f"block {block} has {count} references, {held[block]} claims hold it",
+                        f"assert a.references({block}) == {held[block]}",
+                    )
+        for claim in self.claims:
+            for i, block in enumerate(claim.blocks):
+                if self._read(block) != claim.values[i]:
+                    raise self._mismatch(
+                        raised,
+                        faults.LostContents,
+                        f"block {block}, number {i} of {claim.name}, holds something else now",
+                        f"assert a.read({block}) == {claim.values[i]}",
+                    )
+        if "validate" in self.has:
+            try:
+                self.allocator.validate()
+            except Exception as error:
+                raise self._mismatch(
+                    raised, faults.Invalid, f"validate: {error}", "a.validate()"
+                ) from error
+
+    def _check_sequences(self, raised: str) -> None:
+        """What sequences show is what the model has."""
+        if not self.deals_in_sequences:
+            return
+        for claim in self.claims:
+            shown = self._blocks(claim.name)
+            if shown != claim.blocks:
+                raise self._mismatch(
+                    raised,
+                    faults.LostMapping,
+                    f"{claim.name} shows the blocks {shown}, expected {claim.blocks}",
+                    f"assert [*{claim.name}] == {claim.blocks}",
+                )
+
+    def _check_stats(self, raised: str) -> None:
+        stats = self._stats()
+        free, used = self.free, len(self.held)
+        for key, right in (("free", free), ("used", used)):
+            if stats.get(key, right) == right:
+                continue
+            if not raised:
+                self._probe()
+            raise self._mismatch(
+                raised,
+                faults.WrongStatistics,
+                f"stats() says {stats[key]} {key}, expected {right}",
+                f"assert a.stats()[{key!r}] == {right}",
+            )
+        cached = stats.get("cached", 0)
+        if not 0 <= cached <= free:
+            raise self._mismatch(
+                raised,
+                faults.WrongStatistics,
+                f"stats() says {cached} cached, and {free} blocks are free",
+                f"assert 0 <= a.stats()['cached'] <= {free}",
+            )
+
+    def _probe(self) -> None:
+        """A count is off: is a block lost, or free while somebody holds it? Raises that, if so."""
+        lines, claims, has = len(self.lines), list(self.claims), self.has
+        self.has = has - {"stats", "references", "validate"}
+        self.claim_all()
+        self.has, self.claims = has, claims
+        del self.lines[lines:]
+
+    def _mismatch(
+        self, raised: str, kind: type[faults.AllocatorFault], message: str, proof: str
+    ) -> faults.AllocatorFault:
+        if raised:
+            kind, message = faults.ChangedByFailure, f"{raised} failed, and yet: {message}"
+        return self._fault(kind, message, proof)
+
+    # -- lines ---------------------------------------------------------------------------------
+
+    def _run(self, line: str) -> None:
+        self.lines.append(line)
+        exec(_compiled(line), self._variables)
+
+    def _must(self, line: str) -> None:
+        """Runs a call that has no reason to fail."""
+        try:
+            self._run(line)
+        except Exception as error:
+            raise self._crash(line.split(" = ", 1)[-1], error) from error
+
+    def _raised(self, error: Exception) -> None:
+        """The last line raised, as it may or must: nothing may have changed."""
+        line = self.lines[-1]
+        call = line.split(" = ", 1)[-1]
+        self.lines[-1] = f"with suppress(Exception): {call}  # {type(error).__name__}"
+        self._check(raised=call)
+
+    def _crash(self, call: str, error: Exception) -> faults.AllocatorFault:
+        return self._fault(faults.Crashed, f"{call} raised {type(error).__name__}: {error}")
+
+    def _fault(
+        self, kind: type[faults.AllocatorFault], message: str, proof: str = ""
+    ) -> faults.AllocatorFault:
+        lines = [*self.lines, proof] if proof else self.lines
+        head = ["from contextlib import suppress"] if any("suppress(" in x for x in lines) else []
+        module, name = self.factory.__module__, _name_of(self.factory)
+        if (
+            module in ("builtins", "__main__")
+            or "<" in name
+            or not hasattr(self.factory, "__name__")
+        ):
+            head += ["a = factory()"]
+        else:
+            root = name.split(".")[0]
+            head += [f"from {module} import {root}", f"a = {name}()"]
+        self.fault = kind(message, "\n".join([*head, *lines]) + "\n")
+        return self.fault
+
+    def _blocks(self, name: str) -> list[int]:
+        return [int(block) for block in self._variables[name]]
+
+    def _pairs(self, name: str) -> list[tuple[int, int]]:
+        pairs = self._variables[name]
+        return [] if pairs is None else [(int(pair[0]), int(pair[1])) for pair in pairs]
+
+    def _stats(self) -> dict[str, int]:
+        if "stats" not in self.has:
+            return {}
+        return {key: int(count) for key, count in self.allocator.stats().items()}
+
+    def _add(self, claim: Claim) -> None:
+        if claim.blocks or self.deals_in_sequences:
+            self.claims.append(claim)
+
+    # -- contents ------------------------------------------------------------------------------
+
+    @staticmethod
+    def _prompt_value(prompt: int, i: int) -> int:
+        return (prompt + 1) * 10**12 + i
+
+    def _write_fresh(self, blocks: Iterable[int]) -> list[int]:
+        """Writes something into each block that no other block holds."""
+        values = [next(self._values) for _ in blocks]
+        for block, value in zip(blocks, values, strict=True):
+            self._write(block, value)
+        return values
+
+    def _write(self, block: int, value: int) -> None:
+        if self.owns_memory:
+            self._run(f"a.write({block}, {value})")
+        self.memory[block] = value
+
+    def _read(self, block: int) -> int | None:
+        if self.owns_memory:
+            return int(self.allocator.read(block))
+        return self.memory.get(block)
+
+    def _copy(self, source: int, destination: int) -> None:
+        if not self.owns_memory and source in self.memory:
+            self.memory[destination] = self.memory[source]
+
+
+def _name_of(factory: Callable[[], Any]) -> str:
+    return str(getattr(factory, "__qualname__", repr(factory)))

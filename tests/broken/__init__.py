@@ -1,0 +1,1 @@
+"""Allocators for the tests of the fuzzing kit: correct ones, and patches that break them."""
