@@ -75,6 +75,9 @@ pub use validate::Broken;
 #[cfg(any(loom, shuttle))]
 #[doc(hidden)]
 pub mod model {
+    #[cfg(loom)]
+    pub use crate::pool::Index;
+
     /// The calling thread is this one from now on: it sits in the pool's seat of this number,
     /// modulo their number, which is 2.
     pub fn this_is_thread(number: usize) {

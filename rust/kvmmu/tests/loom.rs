@@ -16,9 +16,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use kvmmu::model::this_is_thread;
+use kvmmu::model::{Index, this_is_thread};
 use kvmmu::{End, Placement, Pool, PoolConfig, Zone};
-use loom::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use loom::sync::atomic::AtomicU32;
+use loom::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use loom::thread::{self, JoinHandle};
 
 /// Runs a model with at most this many preemptions an execution, and prints how many there were.
@@ -483,6 +484,36 @@ fn a_page_that_two_threads_complete_is_found_again() {
     });
 }
 
+/// A page takes blocks that were claimed and released since they were last seen free.
+#[test]
+fn a_page_takes_what_was_just_released() {
+    model(2, || {
+        let world = World::<1, 4>::new(4);
+        let other = world.spawn(1, |world| {
+            if let Some(block) = world.claim() {
+                world.release(block);
+            }
+        });
+        let page = world.page(1);
+        other.join().unwrap();
+        world.settle(4 - 2 * u32::from(page.is_some()));
+    });
+}
+
+/// A page is seen, then one of its blocks is taken; what the search has goes back.
+#[test]
+fn a_page_that_is_taken_before_its_bits_are_set_costs_nothing() {
+    model(2, || {
+        let world = Two::new(4);
+        world.exact(2, 1).unwrap();
+        let other = world.spawn(1, |world| world.exact(1, 1).is_some());
+        let page = world.page(1);
+        let theirs = other.join().unwrap();
+        assert!(page.is_none() || !theirs);
+        world.settle(3 - 2 * u32::from(page.is_some()) - u32::from(theirs));
+    });
+}
+
 // -- whole windows -------------------------------------------------------------------------------
 
 /// A whole window and a single block: there is room for both.
@@ -596,6 +627,21 @@ fn a_range_meets_a_claim_and_a_release() {
         let again = world.claim().is_some();
         let theirs = other.join().unwrap();
         world.settle(4 - u32::from(again) - 3 * u32::from(theirs));
+    });
+}
+
+/// Exactly these blocks, claimed and released since they were last seen free.
+#[test]
+fn a_range_takes_what_was_just_released() {
+    model(2, || {
+        let world = World::<1, 4>::new(4);
+        let other = world.spawn(1, |world| {
+            let block = world.claim().unwrap();
+            world.release(block);
+        });
+        let range = world.exact(0, 2);
+        other.join().unwrap();
+        world.settle(4 - 2 * u32::from(range.is_some()));
     });
 }
 
@@ -790,6 +836,94 @@ fn an_owner_releases_once() {
     });
 }
 
+/// What is refused as a whole changes nothing in part.
+#[test]
+fn all_or_none_undoes_what_it_has() {
+    model(1, || {
+        let world = Two::new(4);
+        world.batch(2).unwrap();
+        assert!(world.pool.retain(&[0, 1, 3]).is_err());
+        assert_eq!(world.pool.references(0), Ok(1));
+        world.pool.publish(&[0]).unwrap();
+        assert!(world.pool.revive(&[0, 1]).is_err());
+        assert_eq!(world.pool.references(0), Ok(1));
+        world.pool.offline(2, 2).unwrap();
+        assert!(world.pool.online(2, 1).is_ok() && world.pool.online(2, 2).is_err());
+        assert!(world.pool.offline(2, 1).is_ok());
+        assert!(world.pool.online(1, 2).is_err() && world.pool.online(2, 2).is_ok());
+        world.pool.offline(2, 1).unwrap();
+        assert!(world.pool.online(2, 2).is_err());
+        assert_eq!(world.pool.states().offline, 1);
+        world.pool.audit().unwrap();
+    });
+}
+
+/// Two threads of one seat: what one releases elsewhere lies in the wallet of both.
+#[test]
+fn threads_of_one_seat_share_its_wallet() {
+    model(2, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        let other = world.spawn(2, |world| world.release_batch(&[0, 1]));
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        other.join().unwrap();
+        world.settle(2 - mine);
+    });
+}
+
+/// A batch out of what a third thread's refused claim carries from the wallet to the total.
+#[test]
+fn a_wallet_passes_through_the_total() {
+    model(2, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        let other = world.spawn(1, |world| world.release_batch(&[0, 1]));
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        other.join().unwrap();
+        world.settle(2 - mine);
+    });
+}
+
+// -- the index by itself -------------------------------------------------------------------------
+
+/// One number comes while another of its word goes: a search that begins in another word finds it.
+#[test]
+fn an_index_keeps_its_summary() {
+    model(3, || {
+        let index = Arc::new(Index::new(130).unwrap());
+        index.set(70);
+        let other = Arc::clone(&index);
+        let other = thread::spawn(move || other.clear(70));
+        index.set(71);
+        other.join().unwrap();
+        assert_eq!(index.next(0..130), Some(71));
+    });
+}
+
+/// A number comes and goes by two threads; a truth beside it says which was last, as in the pool.
+#[test]
+fn an_index_follows_a_truth() {
+    model(3, || {
+        let index = Arc::new(Index::new(130).unwrap());
+        let truth = Arc::new(AtomicU32::new(0));
+        index.set(70);
+        let (there, fact) = (Arc::clone(&index), Arc::clone(&truth));
+        let other = thread::spawn(move || {
+            fact.fetch_add(1, AcqRel);
+            there.set(70);
+        });
+        // Finds nothing, says so, looks again.
+        if truth.load(Acquire) == 0 {
+            index.clear(70);
+            if truth.fetch_or(0, AcqRel) != 0 {
+                index.set(70);
+            }
+        }
+        other.join().unwrap();
+        assert_eq!(index.next(0..130), Some(70));
+    });
+}
+
 // -- offline -------------------------------------------------------------------------------------
 
 /// A window goes offline or is claimed from, never both.
@@ -850,4 +984,22 @@ fn every_placement_finds_what_there_is() {
             });
         }
     }
+}
+
+/// A list in the order of release: what is listed is to be had, also while another thread's claim,
+/// which is refused, empties the homes.
+#[test]
+fn what_is_listed_can_be_claimed_while_homes_are_drained() {
+    model(2, || {
+        let world = Two::of(&PoolConfig {
+            placement: Placement::Fifo,
+            ..PoolConfig::new(8)
+        });
+        // The rest of its window is in this thread's seat.
+        world.page(1).unwrap();
+        let other = world.spawn(1, |world| assert_eq!(world.batch(8), None));
+        world.batch(2).unwrap();
+        other.join().unwrap();
+        world.settle(4);
+    });
 }

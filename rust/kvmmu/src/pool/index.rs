@@ -37,7 +37,7 @@ use crate::sync::{AtomicU64, Ordering, zeroed_u64};
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Index {
+pub struct Index {
     bits: Box<[AtomicU64]>,
     summary: Box<[AtomicU64]>,
     len: u32,
@@ -49,7 +49,7 @@ fn place(at: u32) -> (usize, u64) {
 
 impl Index {
     /// `len` numbers, none of them set.
-    pub(crate) fn new(len: u32) -> Result<Self> {
+    pub fn new(len: u32) -> Result<Self> {
         let words = len.div_ceil(64);
         Ok(Self {
             bits: zeroed_u64(words as usize)?,
@@ -59,7 +59,7 @@ impl Index {
     }
 
     /// There is something at `at`.
-    pub(crate) fn set(&self, at: u32) {
+    pub fn set(&self, at: u32) {
         let (word, bit) = place(at);
         // Relaxed: whoever cleared the bit before our change of the truth happened before it
         // (see the module), so coherence shows its clearing here.
@@ -73,7 +73,7 @@ impl Index {
     }
 
     /// A look at `at` found nothing. The caller reads the truth again afterwards.
-    pub(crate) fn clear(&self, at: u32) {
+    pub fn clear(&self, at: u32) {
         let (word, bit) = place(at);
         // AcqRel: pairs with `set`, both for the caller's truth and for the summary.
         let old = self.bits[word].fetch_and(!bit, Ordering::AcqRel);
@@ -98,7 +98,7 @@ impl Index {
     }
 
     /// The lowest number of a range that is set.
-    pub(crate) fn next(&self, range: Range<u32>) -> Option<u32> {
+    pub fn next(&self, range: Range<u32>) -> Option<u32> {
         let end = range.end.min(self.len);
         if range.start >= end {
             return None;

@@ -59,6 +59,9 @@ use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u64};
 
 use fifo::Fifo;
 use homes::Home;
+/// For its models.
+#[cfg(loom)]
+pub use index::Index;
 use physical::Physical;
 pub(crate) use placement::Fit;
 pub use placement::{End, Placement, Zone};
@@ -127,11 +130,15 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// Reserves up to `n` empty blocks and returns how many.
     pub(crate) fn reserve_up_to(&self, n: u32) -> u32 {
+        let _fifo = self.fifo.as_ref().map(lock);
         self.physical.reserve_up_to(self.home(), n)
     }
 
     /// Reserves exactly `n` empty blocks, or nothing.
     pub(crate) fn reserve(&self, n: u32) -> bool {
+        // Who pops a block from the list counts on finding its credit: homes are emptied, as a
+        // reservation may do, under the same lock.
+        let _fifo = self.fifo.as_ref().map(lock);
         self.physical.reserve(self.home(), n)
     }
 
