@@ -168,6 +168,13 @@ class CUDAMover(Bound):
             self._graphs.add(made)
             return made
 
+    def flush(self) -> None:
+        """Carries out moves that were put for a graph and not replayed yet; see
+        :meth:`GraphMoves.flush`."""
+        with self._lock:
+            for graph in self._graphs:
+                graph.flush()
+
     def warm_up(self) -> None:
         """Launches every kernel of the mover once, without moves, and waits: what a driver loads
         on first use is loaded then. Needed before a graph is captured."""
@@ -189,8 +196,7 @@ class CUDAMover(Bound):
         if len(_checked_pairs(pairs, self._storage)) == 0:
             return 0
         caller = self._streams.current()
-        for graph in self._graphs:
-            graph._flush(caller)
+        self.flush()
         caller.record(self._ready)
         self._side.wait(self._ready)
         try:
@@ -214,9 +220,9 @@ class GraphMoves(Bound):
     the one that the graph is replayed in. A replay without new moves copies nothing.
 
     Moves that the next replay would come too late for are carried out by the same kernel outside of
-    the graph: those of an earlier :meth:`move`, and all before the mover copies something itself
-    (a copy on write may read what was moved). It satisfies ``kvmmu.SupportsMove``, so
-    ``kvmmu.compact(mmu, graph_moves)`` works.
+    the graph (:meth:`flush`): those of an earlier :meth:`move`, and all before the mover copies
+    something itself, since a copy on write may read what was moved. It satisfies
+    ``kvmmu.SupportsMove``, so ``kvmmu.compact(mmu, graph_moves)`` works.
 
     Attributes:
         capacity: moves of one call.
@@ -259,7 +265,7 @@ class GraphMoves(Bound):
                 return
             caller = self._streams.current()
             self._kernel.check(pairs)
-            self._flush(caller)
+            self.flush()
             host, words = self._staging.take()
             size = self._kernel.fill(words.view(np.uint32), pairs)
             self._streams.upload(caller, self._memory[:size], host[:size])
@@ -273,12 +279,16 @@ class GraphMoves(Bound):
         self._streams.current().synchronize()
         return int(self._memory[-4:].cpu().numpy().view(np.uint32)[0])
 
-    def _flush(self, caller: Stream) -> None:
-        """Carries out now what was put. After a replay that has copied it, this copies nothing."""
-        if self._put:
-            with self._streams.use(caller):
-                self._kernel()
-            self._put = False
+    def flush(self) -> None:
+        """Carries out now, in the caller's stream, what was put; after a replay that has done so,
+        this copies nothing. The engine's own kernels outside of the graph need it first, if they
+        touch blocks (``cache.write`` and copies on write call it). Not while a graph is captured.
+        """
+        with self._mover._lock:
+            if self._put:
+                with self._streams.use(self._streams.current()):
+                    self._kernel()
+                self._put = False
 
 
 class Staging(Bound):

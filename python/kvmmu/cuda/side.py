@@ -116,6 +116,7 @@ class DeviceSide(Bound):
         own = {half.untyped_storage().data_ptr() for half in halves_of(halves)}
         with torch.inference_mode():
             k, v = (self._source(given, own) for given in (k, v))
+        self.mover.flush()
         with self._streams.use(self._streams.current()):
             self._writes[layer](Place.of(k), None if v is None else Place.of(v), slots.data_ptr())
 
