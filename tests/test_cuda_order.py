@@ -31,6 +31,7 @@ from kvmmu import (  # noqa: E402
 )
 
 from . import cuda_shim  # noqa: E402
+from .conftest import ROOT  # noqa: E402
 from .recorded import Place, RecordedStreams, World, words  # noqa: E402
 from .small_cache import contents, raw  # noqa: E402
 
@@ -866,3 +867,9 @@ def test_a_storage_on_a_device_gets_its_mover_and_none_of_the_hosts() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((CUDAUnavailable, MissingExtra)):
             Mover(there)
+
+
+def test_the_document_counts_the_rules_and_the_waits_left_out() -> None:
+    text = " ".join((ROOT / "docs" / "cuda.md").read_text().split())
+    waits = len({rule.wait for rule in RULES})
+    assert f"{len(RULES)} rules, {waits} kinds of wait, {len(CONTROLS)} runs" in text
