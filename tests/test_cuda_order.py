@@ -860,6 +860,8 @@ def test_a_storage_on_a_device_gets_its_mover_and_none_of_the_hosts() -> None:
     assert there.device == "cuda:0"
     with pytest.raises(InvalidConfig, match="is on cuda:0; a CPUMover"):
         CPUMover(there)
+    with pytest.raises(InvalidConfig, match="reads host memory"):
+        cuda.block_checksums(there, np.arange(2))
     with pytest.raises(InvalidConfig, match="region 1 is on cpu, region 0 on cuda:0"):
         Storage([*there.regions, Region(8192, 16, 16, 9)], 8)
     with pytest.raises(InvalidConfig, match="with its number"):

@@ -76,8 +76,9 @@ class TorchStreams:
     def __init__(self, index: int) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index >= count:
-            why = "was built without it" if torch.version.cuda is None else "is of"
-            what = f"torch {torch.__version__} {why} CUDA {torch.version.cuda}"
+            built = torch.version.cuda
+            why = "built without CUDA" if built is None else f"built for CUDA {built}"
+            what = f"torch {torch.__version__}, {why}"
             raise CUDAUnavailable(
                 f"torch shows {count} CUDA devices, so there is no cuda:{index} ({what}): check "
                 "CUDA_VISIBLE_DEVICES, or install a torch that is built for CUDA",
@@ -102,7 +103,8 @@ class TorchStreams:
             if found is None:
                 if len(self._lent) >= _MAX_LENT:  # streams from elsewhere may come and go
                     self._lent.clear()
-                found = self._lent[raw.cuda_stream] = _Stream(raw)
+                with torch.cuda.device(self._index):
+                    found = self._lent[raw.cuda_stream] = _Stream(raw)
         return found
 
     def side(self) -> Stream:
