@@ -4,7 +4,7 @@ The scheduler prepares a step while the one before is still queued on the "devic
 runs in order. Requests are aborted and preempted while steps that read them are in flight, blocks
 move all the while, and every answer is compared on every rank.
 
-    python examples/embed.py [REQUESTS]
+    python examples/embed.py [REQUESTS [SEED [DEVICE]]]     DEVICE: cpu, or cuda for tensors there
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Request:
 class Engine:
     """A scheduler with tensors of its own."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, where: str) -> None:
         self.draw, self.device = random.Random(seed), Device()
         shape = (BLOCKS + 1, BLOCK, 1, 1)  # the engine's own tensors; the last block is for padding
-        kv = [[torch.zeros(shape) for _ in range(LAYERS)] for _ in range(RANKS)]
+        kv = [[torch.zeros(shape, device=where) for _ in range(LAYERS)] for _ in range(RANKS)]
         form = {"layout": "NHD", "block_size": BLOCK}
         self.ranks = [Layers.adopt(own, num_blocks=BLOCKS + 1, **form) for own in kv]
         self.movers = [kvmmu.Mover(rank.storage) for rank in self.ranks]
@@ -60,9 +60,9 @@ class Engine:
         self.move(batch.copies)
         slots = batch.slot_mapping.clone()  # to the device
         lens = batch.query_start_loc.diff().tolist()
-        texts = [request.text[: request.seq.num_scheduled] for request in self.running]
+        texts, place = [one.text[: one.seq.num_scheduled] for one in self.running], slots.device
         for rank, layers in enumerate(self.ranks):
-            k = torch.cat([words(t, rank)[len(t) - n :] for t, n in zip(texts, lens, strict=True)])
+            k = torch.cat([words(t, rank)[-n:] for t, n in zip(texts, lens, strict=True)]).to(place)
             for layer in range(LAYERS):
                 self.device.put(lambda to=layers, i=layer, k=k: to.write(i, k, None, slots))
         step.written()  # queued ahead of whatever will read it
@@ -125,15 +125,15 @@ class Engine:
             for rank, layers in enumerate(self.ranks):
                 for layer in range(LAYERS):
                     k, _ = layers.gather(layer, torch.from_numpy(lease.blocks), len(request.text))
-                    assert torch.equal(k, words(request.text, rank)), (rank, layer)
+                    assert torch.equal(k.cpu(), words(request.text, rank)), (rank, layer)
             lease.done()
 
         self.device.put(compare)
 
 
-def main(requests: int = 150, seed: int = 1) -> None:
-    engine = Engine(seed)
-    for _ in range(requests):
+def main(requests: str = "150", seed: str = "1", where: str = "cpu") -> None:
+    engine = Engine(int(seed), where)
+    for _ in range(int(requests)):
         own = [engine.draw.randrange(50) for _ in range(engine.draw.randrange(60))]
         text = list(range(20)) + own  # a system prompt, shared, and the user's
         engine.waiting.append(Request(text, len(text) + engine.draw.randrange(1, 60)))
@@ -147,4 +147,4 @@ def main(requests: int = 150, seed: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*sys.argv[1:])

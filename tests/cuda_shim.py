@@ -1,7 +1,8 @@
 """The CUDA kernels, compiled by g++ and run on the CPU in the call shape of ``cupy.RawKernel``.
 
-What lives here: compiling the embedded sources against ``shim/shim.h``, and launchers. What never
-lives here: a kernel's arguments or what it ought to do.
+What lives here: compiling the embedded sources against ``shim/shim.h``, launchers, and
+:class:`ShimStreams`, a device of one stream that does everything at once. What never lives here: a
+kernel's arguments or what it ought to do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,3 +111,74 @@ def kernel(name: str, *, parallel: bool = False, library: Path | None = None) ->
         library: from :func:`build`; None: without a sanitizer.
     """
     return ShimKernel(ctypes.CDLL(str(library or build())), name, parallel)
+
+
+class ShimEvent:
+    """A moment."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_ms(self, since: Any, /) -> float:
+        return 1e3 * float(self.at - since.at)
+
+
+class ShimStream:
+    """Whatever is queued has run when the call returns."""
+
+    def record(self, event: Any, /) -> None:
+        event.at = time.perf_counter()
+
+    def wait(self, event: Any, /) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class ShimStreams:
+    """``kvmmu.cuda.Streams`` without a device: for contents, and to rehearse what a device runs."""
+
+    device = "cuda:0"
+
+    def __init__(self) -> None:
+        self._stream = ShimStream()
+
+    def current(self) -> Any:
+        return self._stream
+
+    def side(self) -> Any:
+        return self._stream
+
+    def event(self, name: str, /, *, timed: bool = False) -> Any:
+        return ShimEvent()
+
+    def kernel(self, name: str, /) -> Any:
+        shim = kernel(name, parallel=name == "move_blocks_indirect")
+        if name != "move_blocks_indirect":
+            return shim
+        # A thread of the system for each of CUDA's: fewer of them.
+        return lambda grid, block, args: shim((min(grid[0], 2),), (32,), args)
+
+    @contextmanager
+    def use(self, stream: Any, /) -> Iterator[None]:
+        yield
+
+    def zeros(self, num_bytes: int, /) -> Any:
+        import torch
+
+        array = np.zeros(num_bytes + 256, np.uint8)
+        skip = -array.ctypes.data % 256
+        return torch.from_numpy(array[skip : skip + num_bytes])
+
+    def pinned(self, num_bytes: int, /) -> Any:
+        return self.zeros(num_bytes)
+
+    def upload(self, stream: Any, to: Any, source: Any, /) -> None:
+        to.copy_(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,8 @@ sys.path.insert(0, str(ROOT / "benches"))
 
 import pool  # noqa: E402
 from harness import Bench, Goal, Row  # noqa: E402
+
+from . import cuda_shim  # noqa: E402
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -132,3 +135,48 @@ def test_no_rival_is_in_the_core_s_lock_file() -> None:
     lock = tomllib.loads((ROOT / "Cargo.lock").read_text(encoding="utf-8"))
     names = {package["name"] for package in lock["package"]}
     assert not names & {"crossbeam-queue", "buddy_system_allocator", "llfree", "pool-bench"}
+
+
+def test_what_needs_a_gpu_is_rehearsed_as_a_whole(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if cuda_shim.compiler() is None:
+        pytest.skip("needs g++")
+    done = subprocess.run(
+        [str(ROOT / "benches" / "gpu.sh"), "--rehearse"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["rehearsal"] is True
+    assert found["notes"] == []
+    assert "A REHEARSAL, no figure means anything" in done.stdout
+    measures = " ".join(row["measure"] for row in found["rows"])
+    for part in (
+        "large copy",
+        "pieces of 655 KiB",
+        "blocks of",
+        "until copied",
+        "zero moves in a graph",
+        "a prefill",
+        "a decode",
+        "130 GB, pieces of 4 KiB",
+    ):
+        assert part in measures
+
+
+def test_a_gpu_run_that_is_short_of_time_says_what_it_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "gpu.json"
+    arguments = ["--rehearse", "--seconds", "-1", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benches" / "gpu.py"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("no time was left for") == 6

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvmmu import errors
+from kvmmu import CUDAUnavailable, cuda, errors
 
 torch = pytest.importorskip("torch")
 
@@ -951,9 +951,13 @@ def test_what_else_belongs_to_a_block_moves_with_it() -> None:
         one.close()
 
 
-def test_a_device_that_is_not_built_yet_is_named() -> None:
-    with pytest.raises(InvalidConfig, match="CUDA"):
+def test_a_device_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = cuda.Installed()
+    monkeypatch.setattr(cuda.availability, "installed", lambda: nothing)
+    with pytest.raises(CUDAUnavailable, match="no CUDA driver"):
         KVCache(1, 1, 8, torch.float32, 4, device="cuda")
+    with pytest.raises(InvalidConfig, match="'overlap'"):
+        KVCache(1, 1, 8, torch.float32, 4, copy="overlap")
     with pytest.raises(InvalidConfig, match="host memory"):
         KVCache(1, 1, 8, torch.float32, 4, device="meta")
 

@@ -104,9 +104,10 @@ def _part(
         return _kernel(rows, k, v, scale, None)
     # Key j of this piece is seen by the queries from unseen + j + 1 on; those before see nothing.
     first = unseen + 1
-    query = torch.arange(first, new).repeat_interleave(group)
-    hidden = torch.arange(first, first + len(k)) > query[:, None]
-    mask = torch.zeros(hidden.shape, dtype=rows.dtype).masked_fill_(hidden, -math.inf)
+    place = rows.device
+    query = torch.arange(first, new, device=place).repeat_interleave(group)
+    hidden = torch.arange(first, first + len(k), device=place) > query[:, None]
+    mask = rows.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
     some, some_lse = _kernel(rows[:, first * group :], k, v, scale, mask)
     out = some.new_zeros((rows.shape[0], rows.shape[1], some.shape[-1]))
     lse = some_lse.new_full(rows.shape[:2], -math.inf)
@@ -122,6 +123,7 @@ def _kernel(
     _, count, dim = rows.shape
     fused = (
         _FLASH is not None
+        and rows.device.type == "cpu"
         and rows.dtype != torch.float64
         and not (rows.dtype == torch.float32 and count * len(k) <= _FEW_SCORES)
         and v.shape[-1] == dim
@@ -165,10 +167,10 @@ def _checked(q: Tensor, views: Sequence[tuple[Tensor, Tensor | None]]) -> int:
         raise InvalidConfig(
             f"q must be [num_q_heads, dim] or [n, num_q_heads, dim], not {what}", argument="q"
         )
-    if q.dtype not in _DTYPES or q.device.type != "cpu":
+    if q.dtype not in _DTYPES or q.device.type not in ("cpu", "cuda"):
         raise InvalidConfig(
-            f"q is {q.dtype} on {q.device}; float32, bfloat16, float16 or float64 on the CPU is "
-            "needed",
+            f"q is {q.dtype} on {q.device}; float32, bfloat16, float16 or float64 on the CPU or a "
+            "CUDA device is needed",
             argument="q",
         )
     q_heads, dim = q.shape[-2:]

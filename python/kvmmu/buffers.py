@@ -66,12 +66,17 @@ class Buffers:
         self.seq_lens = torch.from_numpy(found["seq_lens"])
         self.slot_mapping = torch.from_numpy(found["slot_mapping"])
         self.query_start_loc = torch.from_numpy(found["query_start_loc"])
+        self.null_block = mmu.null_block
         self._csr: tuple[npt.NDArray[np.int32], ...] | None = None
         self.step: int | None = None
         """The step that has it, or had it last."""
 
     def csr(self) -> Csr:
         """The rows as they are now. The memory is made at the first call and stays."""
+        return Csr(*(torch.from_numpy(array) for array in self.host_csr()))
+
+    def host_csr(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """The same as arrays."""
         rows, width = self.block_table.shape
         if self._csr is None:
             sizes = (rows + 1, rows * width, rows)
@@ -79,11 +84,7 @@ class Buffers:
         indptr, indices, last = self._csr
         count = self.tables.csr(indptr, indices, last)
         batch = self.tables.num_rows
-        return Csr(
-            torch.from_numpy(indptr[: batch + 1]),
-            torch.from_numpy(indices[:count]),
-            torch.from_numpy(last[:batch]),
-        )
+        return indptr[: batch + 1], indices[:count], last[:batch]
 
 
 class Rotation:

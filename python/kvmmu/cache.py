@@ -13,6 +13,9 @@ The life of a step::
 
 or, with several in flight: ``step = cache.begin_step()``, ``step.prepare(...)``,
 ``step.written()`` once its work is queued, ``cache.end_step(step, event)``.
+
+On a CUDA device all that is queued goes into the stream that is current then, and a step ends when
+the device has done it: without an event of the caller's, the cache records one.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +52,12 @@ from .leases import Lease, LeaseBook
 from .movers import CPUMover
 from .storage import Storage
 from .transfer import block_runs, byte_ranges
+
+if TYPE_CHECKING:
+    from ._core import Moves
+    from .cuda.executor import Copying, CUDAMover
+    from .cuda.side import DeviceSide
+    from .cuda.streams import Streams
 
 __all__ = ["Batch", "Event", "KVCache", "Sequence", "Step"]
 
@@ -242,8 +251,9 @@ class _Life:
 class Batch(Bound):
     """What a step computes, and the tables that its kernels read.
 
-    All are views of registered memory, rewritten when the set's turn comes again (see
-    ``steps_in_flight``).
+    All are views of registered memory. In host memory a set is rewritten when its turn comes again
+    (see ``steps_in_flight``); on a device there is one set, at addresses that never change, and the
+    next ``prepare`` queues its rewriting behind this step.
 
     Attributes:
         sequences: int64 [B], ids.
@@ -276,10 +286,11 @@ class Batch(Bound):
         self._buffers = buffers
         self.sequences = sequences
         self.copies = copies
-        self.block_table = buffers.block_table[:rows]
-        self.seq_lens = buffers.seq_lens[:rows]
-        self.query_start_loc = buffers.query_start_loc[: rows + 1]
-        self.slot_mapping = buffers.slot_mapping[:tokens]
+        tables = buffers if cache._device is None else cache._device.tables
+        self.block_table = tables.block_table[:rows]
+        self.seq_lens = tables.seq_lens[:rows]
+        self.query_start_loc = tables.query_start_loc[: rows + 1]
+        self.slot_mapping = tables.slot_mapping[:tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -302,7 +313,12 @@ class Batch(Bound):
 
     def csr(self) -> Csr:
         """The rows in FlashInfer's form: ``indptr``, ``indices``, ``last_page_len``."""
-        return self._buffers.csr()
+        device = self._cache._device
+        if device is None:
+            return self._buffers.csr()
+        self._check_live()  # the device's tables are those of the newest step
+        with self._cache._copying:
+            return device.tables.update_csr(self._buffers)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -360,6 +376,8 @@ class Step(Bound):
             query_lens = np.diff(starts)
         lens = None if query_lens is None else _int32("query_lens", query_lens)
         new = None if new_tokens is None else _int32("new_tokens", new_tokens)
+        cache._check_tables(self.number)
+        cache._finish_moves()
         cache._pay()
         buffers = cache._take_buffers(self.number)
         try:
@@ -370,8 +388,11 @@ class Step(Bound):
             cache._return_buffers(buffers)
             raise
         self.batch = Batch(cache, self._life, buffers, ids, copies)
+        cache._send_tables(self.number, buffers)
         if not defer_copies:
             self.batch.run_copies()
+            if cache.auto_compact and cache._overlap:
+                cache._start_moves()
         return self.batch
 
     def written(self) -> None:
@@ -379,6 +400,7 @@ class Step(Bound):
         self._check_unsettled()
         self._cache.mmu.written(self.number)
         self._settled = True
+        self._cache._mark(self.number)
 
     def cancel(self) -> None:
         """Takes the step back: lengths as before, nothing published.
@@ -390,6 +412,7 @@ class Step(Bound):
         self._check_unsettled()
         self._cache.mmu.cancel(self.number)
         self._settled = self._life.cancelled = True
+        self._cache._mark(self.number)  # some of its work may be queued
         if self.batch is not None:
             self.batch.run_copies()  # what was copied on write stays where it is now
 
@@ -425,6 +448,7 @@ class Step(Bound):
                 self._cache._dropped_steps.append(self.number)
             else:
                 _log.warning("%r was dropped unsettled: what it fences stays fenced", self)
+                self._cache._tables_of = None
 
     def __repr__(self) -> str:
         return f"Step({self.number})"
@@ -456,7 +480,8 @@ class KVCache(Bound):
         block_size: tokens a block.
         v_head_dim: width of V where it differs from K's; 0: there is no V.
         layout: see ``kvmmu.layout.LAYOUTS`` and docs/layouts.md.
-        device: ``"cpu"``.
+        device: ``"cpu"``, or a CUDA device (``kvmmu[cuda12]`` or ``[cuda13]``): then the tables of
+            a batch are on it too, and all work is queued in the stream that is current.
         max_batch: rows of the tables. max_tokens: tokens of one step.
         max_sequence_tokens: longest sequence; default: the whole pool.
         steps_in_flight: steps that may be in flight at once; there are as many sets of tables and
@@ -465,7 +490,11 @@ class KVCache(Bound):
             ``query_start_loc``, NumPy or CPU torch), ``steps_in_flight + 1`` of them, none of
             which overlap. Only kvmmu writes them: rows that have not changed are not written again.
         auto_compact: compact when a step begins and none is in flight, under the budget. (What a
-            step in flight still writes must not be copied before; see :meth:`compact`.)
+            step in flight still writes must not be copied before; see :meth:`compact`.) On a CUDA
+            device also with steps in flight, since copies are queued behind them.
+        copy: ``"between_steps"``, or on a CUDA device ``"overlap"``: blocks are copied beside the
+            step that is prepared, and the tables change before the next one.
+        streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``budget_blocks``, ``max_sequences``, ``compaction_start``, ...).
 
@@ -494,6 +523,8 @@ class KVCache(Bound):
         steps_in_flight: int = 1,
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
+        copy: str = "between_steps",
+        streams: Streams | None = None,
         **options: Any,
     ) -> None:
         mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
@@ -508,7 +539,8 @@ class KVCache(Bound):
             dtype=dtype,
             device=device,
         )
-        self._assemble(mmu, layers, max_batch, max_tokens, steps_in_flight, buffers, auto_compact)
+        shape = (max_batch, max_tokens, steps_in_flight)
+        self._assemble(mmu, layers, *shape, buffers, auto_compact, copy, streams)
 
     @classmethod
     def attach(
@@ -525,6 +557,8 @@ class KVCache(Bound):
         steps_in_flight: int = 1,
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
+        copy: str = "between_steps",
+        streams: Streams | None = None,
         extra: Iterable[torch.Tensor] = (),
         **options: Any,
     ) -> KVCache:
@@ -550,7 +584,8 @@ class KVCache(Bound):
             extra=extra,
         )
         self = cls.__new__(cls)
-        self._assemble(mmu, layers, max_batch, max_tokens, steps_in_flight, buffers, auto_compact)
+        shape = (max_batch, max_tokens, steps_in_flight)
+        self._assemble(mmu, layers, *shape, buffers, auto_compact, copy, streams)
         return self
 
     def _assemble(
@@ -562,6 +597,8 @@ class KVCache(Bound):
         steps_in_flight: int,
         buffers: Listed[Mapping[str, Any]] | None,
         auto_compact: bool,
+        copy: str,
+        streams: Streams | None,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -572,13 +609,32 @@ class KVCache(Bound):
                 raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from 1")
         if not isinstance(auto_compact, bool):
             raise InvalidConfig(f"auto_compact = {auto_compact!r}: allowed is True or False")
+        on_device = layers.storage.device != "cpu" or streams is not None
+        if copy not in ("between_steps", "overlap") or (copy == "overlap" and not on_device):
+            raise InvalidConfig(
+                f"copy = {copy!r}: allowed are 'between_steps' and, on a CUDA device, 'overlap'"
+            )
         self.mmu = mmu
         self.layers = layers
         self.storage = Storage(layers.storage.regions, mmu.num_blocks, null_block=mmu.null_block)
-        self.mover = CPUMover(self.storage)
         self.auto_compact = auto_compact
         shape = (max_batch, mmu.max_blocks_per_sequence, max_tokens)
         self._rotation = Rotation(mmu, buffers, steps_in_flight, shape)
+        self._depth = steps_in_flight
+        self._device: DeviceSide | None = None
+        self.mover: CPUMover | CUDAMover
+        if on_device:
+            from .cuda.side import DeviceSide
+
+            first = next(iter(self._rotation))
+            place = (self.storage, layers, streams)
+            self._device = DeviceSide(*place, shape, steps_in_flight, first)
+            self.mover = self._device.mover
+        else:
+            self.mover = CPUMover(self.storage)
+        self._overlap = copy == "overlap"
+        self._moving: tuple[Moves, Copying] | None = None
+        self._tables_of: int | None = None
         self._leases = LeaseBook(mmu)
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -586,6 +642,7 @@ class KVCache(Bound):
         self._owed: deque[Int32s] = deque()
         self._in_flight: set[int] = set()
         self._ending: deque[tuple[int, Event]] = deque()
+        self._own_events: set[int] = set()
         self._dropped: deque[int] = deque()
         self._dropped_steps: deque[int] = deque()
 
@@ -622,9 +679,16 @@ class KVCache(Bound):
 
     def begin_step(self) -> Step:
         """Begins a step. Between steps is when sequences that were dropped are closed, steps
-        whose events are over end, and (with ``auto_compact``) blocks move."""
+        whose events are over end, and (with ``auto_compact``) blocks move.
+
+        On a CUDA device it waits while ``steps_in_flight`` steps that ended without an event of the
+        caller's are still being computed.
+        """
         self.poll()
-        if self.auto_compact and not self._in_flight:
+        self._wait_for_room()
+        if self._overlap:
+            self._finish_moves()  # others begin once the step is prepared
+        elif self.auto_compact and (self._device is not None or not self._in_flight):
             self.compact()
         number = self.mmu.begin_step()
         with self._lock:
@@ -632,7 +696,8 @@ class KVCache(Bound):
         return Step(self, number)
 
     def end_step(self, step: Step, event: Event | None = None) -> None:
-        """The step is over: now, or (with ``event``) when the event is, as :meth:`poll` finds.
+        """The step is over: now, or (with ``event``) when the event is, as :meth:`poll` finds. On a
+        CUDA device "now" is an event too: that of the stream that is current.
 
         A step that was neither written nor cancelled counts as written. Once a step.
         """
@@ -649,7 +714,7 @@ class KVCache(Bound):
         if not step._settled:
             step.written()
         if event is None:
-            self._end(step.number)
+            self._end_now(step.number)
         else:
             with self._lock:
                 self._ending.append((step.number, event))
@@ -691,6 +756,30 @@ class KVCache(Bound):
             head[1].synchronize()  # if it raises, the step stays in flight
             self._pass(head)
 
+    def _end_now(self, number: int) -> None:
+        """Ends a step, or on a device has it end when what is queued by now is done."""
+        if self._device is None:
+            self._end(number)
+            return
+        event = self._mark(number)
+        with self._lock:
+            self._ending.append((number, event))
+            self._own_events.add(number)
+
+    def _wait_for_room(self) -> None:
+        """Ends the oldest steps while too many are in flight, if their events are the cache's."""
+        while True:
+            with self._lock:
+                head = self._ending[0] if self._ending else None
+                if (
+                    head is None
+                    or head[0] not in self._own_events
+                    or len(self._in_flight) < self._depth
+                ):
+                    return
+            head[1].synchronize()
+            self._pass(head)
+
     def _pass(self, head: tuple[int, Event]) -> None:
         """Ends the step whose event is over, unless another thread has."""
         with self._lock:
@@ -704,6 +793,9 @@ class KVCache(Bound):
         self.mmu.end_step(number)
         with self._lock:
             self._in_flight.discard(number)
+            self._own_events.discard(number)
+            if self._device is not None:
+                self._device.forget(number)
 
     def _take_buffers(self, number: int) -> Buffers:
         self._check_process()
@@ -716,7 +808,7 @@ class KVCache(Bound):
 
     def _drain(self) -> None:
         while self._dropped_steps:
-            self._end(self._dropped_steps.popleft())
+            self._end_now(self._dropped_steps.popleft())
         while self._dropped:
             try:
                 self.mmu.close(self._dropped.popleft())
@@ -730,6 +822,7 @@ class KVCache(Bound):
         with self._copying:
             if len(copies):
                 self._owed.append(copies)
+            self._follow()
             while self._owed:
                 self.mover.move(self._owed[0])
                 self._owed.popleft()
@@ -738,6 +831,65 @@ class KVCache(Bound):
         """Makes the copies that are owed, before a block of theirs can go to somebody else."""
         if self._owed:
             self._run_copies(_NO_COPIES)
+
+    # -- on a device -------------------------------------------------------------------------
+
+    def _mark(self, number: int) -> Any:
+        """What is queued by now belongs to this step or comes before; it is settled, or ends."""
+        if self._tables_of == number:
+            self._tables_of = None
+        if self._device is None:
+            return None
+        with self._lock:
+            return self._device.mark(number)
+
+    def _follow(self) -> None:
+        """Copies and tables come behind the steps in flight, whichever streams those run in."""
+        if self._device is not None:
+            with self._lock:
+                self._device.follow()
+
+    def _check_tables(self, number: int) -> None:
+        """The device has one set of tables: the kernels that read it are queued first."""
+        other = self._tables_of
+        if self._device is not None and other is not None and other != number:
+            raise InvalidStep(
+                f"step {number}: step {other} is prepared, and the tables on the device are its "
+                "own until it is written or cancelled",
+                step=number,
+            )
+
+    def _send_tables(self, number: int, buffers: Buffers) -> None:
+        if self._device is not None:
+            with self._copying:
+                self._follow()
+                self._device.tables.update(buffers)
+            self._tables_of = number
+
+    def _start_moves(self) -> None:
+        """Queues copies beside the step that is prepared, if the memory needs them and none are
+        under way."""
+        plan = self.mmu.plan_compaction() if self._moving is None else None
+        if plan is None or self._device is None:
+            return
+        moves = self.mmu.begin(plan)
+        try:
+            self._follow()
+            copying = self._device.mover.start(moves.pairs)
+        except BaseException:
+            self.mmu.abort(moves)
+            raise
+        self._moving = moves, copying
+
+    def _finish_moves(self) -> int:
+        """Puts the copies that are under way before whatever is queued from now on, and changes
+        the page table. Returns how many blocks moved."""
+        if self._moving is None or self._device is None:
+            return 0
+        moves, copying = self._moving
+        self._device.mover.finish(copying)
+        self._moving = None
+        return self.mmu.commit(moves)
 
     def _check_process(self) -> None:
         """After a fork another thread's lock may never be given back: the MMU says so first."""
@@ -755,7 +907,12 @@ class KVCache(Bound):
         if batch._cache is not self:
             raise InvalidConfig("the batch is of another cache")
         batch._check_live()
-        self.layers.write(layer, k, v, batch.slot_mapping)
+        if self._device is None:
+            self.layers.write(layer, k, v, batch.slot_mapping)
+        else:
+            index = _index("layer", layer, len(self.layers))
+            with self._copying:
+                self._device.write(index, k, v, batch.slot_mapping)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the KV of all scheduled tokens: (k, v), each [n, heads, dim]."""
@@ -783,12 +940,32 @@ class KVCache(Bound):
         """One pass of compaction, if the trigger is on: at most the budget moves. Returns how many
         blocks moved. To be called between steps.
 
-        The copies are made at once. An engine whose written steps are still queued elsewhere has to
+        The copies are made at once; on a CUDA device they are queued in order with the current
+        stream and the steps in flight. With ``copy="overlap"``, call it once a step is prepared and
+        before its kernels are queued: copies that were under way are committed, and others begin
+        beside that step (without a step to run beside, they are queued as between steps).
+
+        In host memory an engine whose written steps are still queued elsewhere has to
         queue them behind those instead: ``mmu.plan_compaction``, ``mmu.begin``, queue the copies of
         ``moves.pairs``, ``mmu.commit`` (examples/embed.py does).
         """
         self._pay()
-        return compact(self.mmu, self.mover)
+        if self._device is None:
+            return compact(self.mmu, self.mover)
+        self.poll()
+        moved = self._finish_moves()
+        if self._overlap and self._tables_of is not None:
+            self._start_moves()
+            return moved
+        self._follow()
+        return moved + compact(self.mmu, self.mover)
+
+    def warm_up(self) -> None:
+        """On a CUDA device: launches every kernel once without work and waits, so that nothing is
+        compiled or loaded later; before the first step, or before a graph is captured. In host
+        memory: nothing."""
+        if self._device is not None:
+            self._device.warm_up()
 
     def overdue_leases(self) -> list[Lease]:
         """Leases past their timeout; they are kept."""

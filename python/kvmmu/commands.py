@@ -126,7 +126,8 @@ def _replay(
     ] = None,
     seed: Annotated[int, typer.Option(help="For tokens, samples and random positions.")] = 0,
     placement: Annotated[
-        str, typer.Option(metavar="address|fullest|fifo|scatter", help="'scatter' is the worst case.")
+        str,
+        typer.Option(metavar="address|fullest|fifo|scatter", help="'scatter' is the worst case."),
     ] = "address",
     one_at_a_time: Annotated[
         bool,

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
+from . import cuda
 from .bound import Bound
 from .errors import InvalidBlock, InvalidConfig, MissingExtra
 from .storage import Region, Storage, _integer
@@ -219,9 +220,11 @@ class Layers(Bound, Sequence[Layer]):
             block_size: tokens a block.
             v_head_dim: dim of V; None: as K's; 0: there is no V.
             dtype: float32, float16, bfloat16, an 8-bit float, int8 or uint8.
-            device: ``"cpu"``.
+            device: ``"cpu"`` or a CUDA device.
 
         Raises:
+            CUDAUnavailable, MissingExtra: a CUDA device, and CUDA cannot be used; the message says
+                what to install.
             InvalidConfig: an argument that is not allowed, or more bytes than are available now
                 (numbers ``needed``, ``available``). Nothing has been allocated then.
         """
@@ -238,6 +241,10 @@ class Layers(Bound, Sequence[Layer]):
         except (RuntimeError, TypeError) as error:
             raise InvalidConfig(f"device = {device!r}: {error}", device=str(device)) from None
         _check_device("device", place)
+        if place.type == "cuda":
+            cuda.require()
+            if place.index is None:
+                place = torch.device("cuda", torch.cuda.current_device())
         if layout == "packed" and v_dim != dim:
             raise InvalidConfig(
                 f"packed holds K and V of one width, not head_dim {dim} and v_head_dim {v_dim}; "
@@ -246,7 +253,7 @@ class Layers(Bound, Sequence[Layer]):
                 v_head_dim=v_dim,
             )
         needed = num_layers * num_blocks * block_size * heads * (dim + v_dim) * dtype.itemsize
-        available = _available_bytes()
+        available = _available_bytes(place)
         if available is not None and needed > available:
             raise InvalidConfig(
                 f"the KV of {num_layers} layers x {num_blocks} blocks x {block_size} tokens needs "
@@ -257,7 +264,7 @@ class Layers(Bound, Sequence[Layer]):
 
         def zeros(*shape: int) -> Tensor:
             with torch.inference_mode(False):  # a tensor that is good inside and outside of it
-                return torch.zeros(shape, dtype=dtype)
+                return torch.zeros(shape, dtype=dtype, device=place)
 
         layers: list[Layer] = []
         tensors: list[Tensor] = []
@@ -464,7 +471,8 @@ class Layers(Bound, Sequence[Layer]):
         """Writes token ``i`` of ``k`` and ``v`` to slot ``slots[i]``.
 
         Slots of the null block are allowed (padding): whatever is written there, no sequence reads
-        it. Of two tokens with one slot either may stay.
+        it. Of two tokens with one slot either may stay. Slots on a CUDA device are not looked at,
+        since the host would have to wait for them: they are those that the MMU wrote.
 
         Args:
             k: [T, heads, dim] of the layer's dtype.
@@ -478,12 +486,13 @@ class Layers(Bound, Sequence[Layer]):
             Nothing has been written then.
         """
         halves = self._of(layer)
-        where = _slots(slots)
+        where = _slots(slots, halves[0].raw.device)
         for name, half, given in zip(("k", "v"), halves, (k, v), strict=True):
             _check_given(f"{name} for layer {layer}", half, given, len(where))
         if len(where) == 0:
             return
-        self._check_slots(where)
+        if where.device.type == "cpu":
+            self._check_slots(where)
         own = {half.raw.untyped_storage().data_ptr() for half in halves if half is not None}
         with torch.inference_mode():  # tensors of an engine may have been made in it
             pair = None
@@ -653,11 +662,11 @@ class Layers(Bound, Sequence[Layer]):
         if len(ids) == 0:
             return half.logical.new_empty((0, *tail))
         if len(runs) * 4 > len(ids):  # a copy for each run would be mostly calls
-            found = raw.index_select(0, torch.from_numpy(ids)).view(-1, *tail)
+            found = raw.index_select(0, torch.from_numpy(ids).to(raw.device)).view(-1, *tail)
             if len(found) != num_tokens:
                 found = found[:num_tokens].clone()  # hold no bytes that nobody sees
             return found.view(half.logical.dtype)
-        out = torch.empty((num_tokens, *tail), dtype=raw.dtype)
+        out = torch.empty((num_tokens, *tail), dtype=raw.dtype, device=raw.device)
         ends = [position for _, position in runs[1:]] + [len(ids)]
         size = self._block_size
         for (first, position), end in zip(runs, ends, strict=True):
@@ -679,8 +688,11 @@ def _pages(flat: Tensor, size: int) -> Tensor:
 # -- memory ------------------------------------------------------------------------------------
 
 
-def _available_bytes() -> int | None:
-    """Memory that can be had now without swapping, as Linux tells it; None elsewhere."""
+def _available_bytes(place: torch.device) -> int | None:
+    """Memory that can be had now; of the host, without swapping, as Linux tells it (else None)."""
+    if place.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(place)
+        return int(free)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -727,6 +739,7 @@ def _storage(named: Sequence[tuple[str, Tensor]], num_blocks: int) -> Storage:
                 block_bytes=int(group[:, 1].sum()),
                 num_blocks=num_blocks,
                 owner=owners[0] if len(owners) == 1 else owners,
+                device=str(named[int(group[0, 3])][1].device),
             )
         )
     try:
@@ -805,16 +818,9 @@ def _check_dtype(name: str, dtype: object) -> None:
 
 
 def _check_device(name: str, device: torch.device) -> None:
-    if device.type == "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise InvalidConfig(
-            f"{name} is {str(device)!r}: kvmmu has no CUDA mover yet; KV lies "
-            "in host memory, device 'cpu'",
-            tensor=name,
-            device=str(device),
-        )
-    if device.type != "cpu":
-        raise InvalidConfig(
-            f"{name} is {str(device)!r}; KV lies in host memory, device 'cpu'",
+            f"{name} is {str(device)!r}; KV lies in host memory, device 'cpu', or on a CUDA device",
             tensor=name,
             device=str(device),
         )
@@ -976,12 +982,17 @@ def _check_given(name: str, half: _Half | None, given: object, tokens: int) -> N
             shape=tuple(given.shape),
             expected=expected,
         )
-    _check_device(name, given.device)
+    if given.device != half.logical.device:
+        raise InvalidConfig(
+            f"{name} is on {given.device}, the layer on {half.logical.device}",
+            argument=name,
+            device=str(given.device),
+        )
     if given.layout is not torch.strided or given.is_neg():
         raise InvalidConfig(f"{name} is no plain strided tensor", argument=name)
 
 
-def _slots(slots: object) -> Tensor:
+def _slots(slots: object, device: torch.device) -> Tensor:
     found = slots
     if isinstance(slots, np.ndarray) and slots.dtype == np.int64:
         # torch warns of memory that it may not write and knows no negative strides.
@@ -991,14 +1002,21 @@ def _slots(slots: object) -> Tensor:
         shape = getattr(slots, "shape", None)
         what = type(slots).__name__ if shape is None else f"{getattr(slots, 'dtype', '')} {shape}"
         raise InvalidConfig(f"slots must be int64 [T], not {what}", argument="slots")
-    _check_device("slots", found.device)
-    return found
+    if found.device == device:
+        return found
+    if found.device.type != "cpu":
+        raise InvalidConfig(
+            f"slots are on {found.device}, the layer on {device}",
+            argument="slots",
+            device=str(found.device),
+        )
+    return found.to(device)
 
 
 def _integers(name: str, values: object, ndim: int) -> npt.NDArray[np.int64]:
     if isinstance(values, Tensor):
         _check_device(name, values.device)
-        values = values.detach().numpy()
+        values = values.detach().cpu().numpy()
     try:
         found = np.asarray(values)
     except ValueError:

@@ -5,13 +5,14 @@ about which block goes where, and any knowledge of sequences. A mover is handed 
 
 ``Mover`` is the one to use: it picks the executor for a storage and also takes begun moves, as a
 value or as the bytes that came from the process that decides. ``CPUMover`` is the executor for
-host memory. ``SupportsMove`` is what the rest of kvmmu asks of either.
+host memory, ``kvmmu.cuda.CUDAMover`` that for a CUDA device. ``SupportsMove`` is what the rest of
+kvmmu asks of either.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,10 @@ from . import _core
 from .bound import Bound
 from .errors import InvalidBlock, InvalidConfig, InvalidPlan
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from .cuda.executor import CUDAMover
+    from .cuda.streams import Streams
 
 __all__ = ["CPUMover", "Mover", "Pairs", "SupportsMove"]
 
@@ -50,9 +55,18 @@ class CPUMover(Bound):
 
     Args:
         storage: the memory; kept alive.
+
+    Raises:
+        InvalidConfig: memory of a device. Numbers: ``device``.
     """
 
     def __init__(self, storage: Storage) -> None:
+        if storage.device != "cpu":
+            raise InvalidConfig(
+                f"the storage is on {storage.device}; a CPUMover copies in host memory "
+                "(kvmmu.Mover picks the right one)",
+                device=storage.device,
+            )
         self._storage = storage
         self._copied_bytes = 0
 
@@ -92,14 +106,18 @@ class Mover(Bound):
     """Applies moves to a storage, in the process that decides or in one without an MMU.
 
     Args:
-        storage: the memory; kept alive. Host memory is copied by :class:`CPUMover`.
+        storage: the memory; kept alive. Host memory is copied by :class:`CPUMover`, that of a CUDA
+            device by :class:`kvmmu.cuda.CUDAMover`: there "done" means queued, in order with the
+            stream that is current where ``apply`` is called, which has to be the one that the steps
+            run in (``with torch.cuda.stream(...)``: it is another one in each thread).
+        streams: of the CUDA device; None: torch's.
 
     One mover follows one MMU: ``apply`` takes epochs in rising order only. For the moves of
     another MMU (the process that decides was started again, for instance) make a new one.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._executor = CPUMover(storage)
+    def __init__(self, storage: Storage, *, streams: Streams | None = None) -> None:
+        self._executor = executor_for(storage, streams)
         self._lock = threading.Lock()
         self._applied = 0
         self._last_epoch: int | None = None
@@ -132,7 +150,7 @@ class Mover(Bound):
     def apply(self, moves: _core.Moves | bytes, *, num_blocks: int | None = None) -> int:
         """Carries out moves that have begun.
 
-        When it returns, the copies are done and the MMU may commit.
+        When it returns, the copies are done, or queued on a CUDA device, and the MMU may commit.
 
         Args:
             moves: from ``MMU.begin``, or their ``to_bytes()``.
@@ -178,6 +196,20 @@ class Mover(Bound):
             self._last_epoch = moves.epoch
             self._applied += 1
         return len(moves)
+
+
+def executor_for(storage: Storage, streams: Streams | None = None) -> CPUMover | CUDAMover:
+    """What copies blocks of this storage.
+
+    Args:
+        streams: given, a :class:`kvmmu.cuda.CUDAMover` with these; None: as the storage's device
+            asks for.
+    """
+    if storage.device == "cpu" and streams is None:
+        return CPUMover(storage)
+    from .cuda.executor import CUDAMover
+
+    return CUDAMover(storage, streams=streams)
 
 
 def _checked(pairs: Pairs, storage: Storage) -> npt.NDArray[np.uint32]:

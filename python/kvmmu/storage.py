@@ -37,6 +37,7 @@ class Region(Bound):
         block_bytes: bytes of a block in this region, at least 1.
         num_blocks: blocks that the region has, the null block included.
         owner: whatever keeps the memory alive; held as long as the region.
+        device: where the memory is: ``"cpu"``, or a CUDA device with its number, ``"cuda:0"``.
     """
 
     address: int
@@ -44,6 +45,7 @@ class Region(Bound):
     block_bytes: int
     num_blocks: int
     owner: object = field(default=None, repr=False, compare=False)
+    device: str = "cpu"
 
     @property
     def end(self) -> int:
@@ -78,6 +80,7 @@ class Storage(Bound):
             raise InvalidConfig("a storage needs at least one region; 0 were given", given=0)
         for index, region in enumerate(self._regions):
             _check_region(index, region, self._num_blocks)
+        self._device = _one_device(self._regions)
         _check_overlap(self._regions)
         self._block_bytes = sum(region.block_bytes for region in self._regions)
         table = [(region.address, region.stride, region.block_bytes) for region in self._regions]
@@ -132,6 +135,11 @@ class Storage(Bound):
         return self._num_blocks
 
     @property
+    def device(self) -> str:
+        """Where all of it is: ``"cpu"``, or a CUDA device with its number, ``"cuda:0"``."""
+        return self._device
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block over all regions."""
         return self._block_bytes
@@ -147,6 +155,28 @@ class Storage(Bound):
             f"Storage({len(self._regions)} regions, {self._num_blocks} blocks, "
             f"{self._block_bytes} bytes a block)"
         )
+
+
+def _one_device(regions: Sequence[Region]) -> str:
+    first = regions[0].device
+    for index, region in enumerate(regions):
+        kind, _, number = region.device.partition(":")
+        if region.device != "cpu" and not (kind == "cuda" and number.isdigit()):
+            raise InvalidConfig(
+                f"region {index} is on {region.device!r}; allowed are 'cpu' and a CUDA device with "
+                "its number, 'cuda:0'",
+                region=index,
+                device=region.device,
+            )
+        if region.device != first:
+            raise InvalidConfig(
+                f"region {index} is on {region.device}, region 0 on {first}: a storage is on one "
+                "device",
+                region=index,
+                device=region.device,
+                expected=first,
+            )
+    return first
 
 
 def _integer(name: str, value: object, low: int, high: int, **numbers: int) -> int:

@@ -42,10 +42,16 @@ def block_checksums(storage: Storage, blocks: npt.NDArray[Any]) -> npt.NDArray[n
         uint64 [n].
 
     Raises:
-        InvalidConfig: not a one-dimensional integer array.
+        InvalidConfig: not a one-dimensional integer array, or memory of a device.
         InvalidBlock: an id that the storage does not have. Numbers: ``block``, ``index``,
             ``num_blocks``.
     """
+    if storage.device != "cpu":
+        raise InvalidConfig(
+            f"the storage is on {storage.device}; this reads host memory (ChecksumBlocks launches "
+            "the kernel)",
+            device=storage.device,
+        )
     ids = checked_blocks(blocks, storage)
     sums = np.zeros((len(ids), len(storage.regions)), np.uint64)
     for index, block in enumerate(ids.tolist()):

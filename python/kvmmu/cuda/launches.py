@@ -217,6 +217,10 @@ class MoveBlocks(_OnRegions):
             self._launch((grid,), (self._threads,), args)
         return -(-len(checked) // self._most)
 
+    def warm_up(self) -> None:
+        """Launches once without moves."""
+        self._launch((1,), (self._threads,), (*self._head, np.uint32(0), self._moves))
+
 
 class MoveBlocksIndirect(_OnRegions):
     """``move_blocks_indirect``: copies the blocks that a buffer on the device names; for graphs.
@@ -258,6 +262,17 @@ class MoveBlocksIndirect(_OnRegions):
         """Moves that the buffer holds."""
         return self._capacity
 
+    def check(self, pairs: Pairs) -> npt.NDArray[np.uint32]:
+        """The same pairs as contiguous uint32 [m, 2]; errors as :meth:`fill`."""
+        checked = _checked_pairs(pairs, self._table.storage)
+        if len(checked) > self._capacity:
+            raise LimitExceeded(
+                f"{len(checked)} moves for a buffer of {self._capacity}",
+                needed=len(checked),
+                limit=self._capacity,
+            )
+        return checked
+
     def fill(self, staging: npt.NDArray[np.uint32], pairs: Pairs) -> int:
         """Writes moves to host memory, in the form of the device's buffer.
 
@@ -280,13 +295,7 @@ class MoveBlocksIndirect(_OnRegions):
                 f"{staging.dtype} of shape {staging.shape}",
                 argument="staging",
             )
-        checked = _checked_pairs(pairs, self._table.storage)
-        if len(checked) > self._capacity:
-            raise LimitExceeded(
-                f"{len(checked)} moves for a buffer of {self._capacity}",
-                needed=len(checked),
-                limit=self._capacity,
-            )
+        checked = self.check(pairs)
         end = 2 + 2 * len(checked)
         staging[2:end] = checked.reshape(-1)
         staging[0], staging[1] = len(checked), 0
@@ -364,6 +373,11 @@ class UpdateTables(Bound):
         grid = -(-count // self._threads)
         args = (self._tables, np.uint64(at), np.uint32(count))
         self._launch((grid,), (self._threads,), args)
+
+    def warm_up(self) -> None:
+        """Launches once without entries."""
+        args = (self._tables, np.uint64(0), np.uint32(0))
+        self._launch((1,), (self._threads,), args)
 
 
 @dataclass(frozen=True, slots=True)
