@@ -181,9 +181,10 @@ impl<const BITS: u32, const WORDS: usize> World<BITS, WORDS> {
                 };
                 self.own(&[block]);
                 self.pool.retain(&[block, block]).unwrap();
-                self.pool.publish(&[block]).unwrap();
-                // Released before it becomes known: from then on its references are the pool's.
+                // Published, it can be revived by whoever knows it from an earlier life: from then
+                // on its holders are counted by those who revive it.
                 self.disown(&[block]);
+                self.pool.publish(&[block]).unwrap();
                 self.pool.release_batch(&[block, block]).unwrap();
                 self.pool.release(block).unwrap();
                 let old = slot.swap(block, Ordering::AcqRel);
