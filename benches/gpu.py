@@ -69,7 +69,8 @@ class Device:
     def busy(self, cycles: int = 400_000) -> None:
         """Keeps the current stream busy while the host queues what is to be timed."""
         if not self.rehearse:
-            torch.cuda._sleep(cycles)
+            cuda_of_torch: Any = torch.cuda  # not annotated there
+            cuda_of_torch._sleep(cycles)
 
     def synchronize(self) -> None:
         if not self.rehearse:
@@ -111,7 +112,7 @@ class Device:
         ), memory
 
     def rows_of(self, table: RegionTable) -> torch.Tensor:
-        made = self.streams.zeros(table.rows.nbytes)
+        made: torch.Tensor = self.streams.zeros(table.rows.nbytes)
         made.copy_(torch.from_numpy(table.rows.reshape(-1).view(np.uint8).copy()))
         return made
 
@@ -231,7 +232,8 @@ def graphs(device: Device) -> Iterator[Row]:
     if device.rehearse:
         yield Row("zero moves in a graph", "us", device.us(launches) / count, goal=Goal(3))
         return
-    side = torch.cuda.Stream()
+    cuda_of_torch: Any = torch.cuda  # not annotated there
+    side = cuda_of_torch.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):

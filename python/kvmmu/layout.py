@@ -243,7 +243,7 @@ class Layers(Bound, Sequence[Layer]):
         _check_device("device", place)
         if place.type == "cuda":
             cuda.require()
-            if place.index is None:
+            if str(place) == "cuda":  # without an index
                 place = torch.device("cuda", torch.cuda.current_device())
         if layout == "packed" and v_dim != dim:
             raise InvalidConfig(

@@ -24,6 +24,8 @@ from .streams import Event, Stream
 
 __all__ = ["TorchStreams"]
 
+_CUDA: Any = torch.cuda
+"""Without torch's annotations, which streams and events have only in part."""
 _OPTIONS = ("--std=c++17",)
 _MAX_LENT = 64
 """Streams of torch that CuPy's view is kept of; torch itself has 32 of each priority."""
@@ -89,8 +91,8 @@ class TorchStreams:
         self._lent: dict[int, _Stream] = {}
         self._kernels: dict[str, Launcher] = {}
         with torch.cuda.device(index):
-            highest = min(torch.cuda.Stream.priority_range())  # lower numbers come first
-            self._side = _Stream(torch.cuda.Stream(index, priority=highest))
+            highest = min(_CUDA.Stream.priority_range())  # lower numbers come first
+            self._side = _Stream(_CUDA.Stream(index, priority=highest))
 
     @property
     def device(self) -> str:
@@ -112,7 +114,7 @@ class TorchStreams:
 
     def event(self, name: str, /, *, timed: bool = False) -> Event:
         with torch.cuda.device(self._index):
-            return _Event(torch.cuda.Event(enable_timing=timed))
+            return _Event(_CUDA.Event(enable_timing=timed))
 
     def kernel(self, name: str, /) -> Launcher:
         with self._lock, torch.cuda.device(self._index), cupy.cuda.Device(self._index):
