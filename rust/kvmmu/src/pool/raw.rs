@@ -566,8 +566,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     pub fn destine(&self, blocks: &[u32]) -> Result<()> {
         for (done, &block) in blocks.iter().enumerate() {
             if !self.claim_exact(block, 1) {
-                let undone = self.undo(&blocks[..done]); // undo
-                undone.expect("these have just been destined");
+                self.undo(&blocks[..done]).expect("just destined"); // undo
                 return Err(invalid(block, "is not empty"));
             }
             self.set_word(block, Word::DESTINED);
