@@ -55,35 +55,21 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// The windows of a zone before the first whole one, seen from the end where small claims go.
     fn partial(&self, zone: &Range<u32>) -> Range<u32> {
-        let whole = self.first_whole(zone.clone());
+        let look = |window| self.is_whole(window).then_some(window);
+        let whole = self.vacant.find_map(zone.clone(), self.small_from, look);
         match self.small_from {
             End::Low => zone.start..whole.unwrap_or(zone.end),
             End::High => whole.map_or(zone.start, |window| window + 1)..zone.end,
         }
     }
 
-    /// The first whole window, seen from the end where small claims go. The index learns which are
-    /// not whole any more.
-    fn first_whole(&self, mut range: Range<u32>) -> Option<u32> {
-        loop {
-            let window = match self.small_from {
-                End::Low => self.vacant.next(range.clone())?,
-                End::High => self.vacant.prev(range.clone())?,
-            };
-            if count(self.counter(window)) == Self::WINDOW {
-                return Some(window);
-            }
+    /// A look at a window of the vacant index, which learns if it is not whole any more.
+    fn is_whole(&self, window: u32) -> bool {
+        let whole = count(self.counter(window)) == Self::WINDOW;
+        if !whole {
             self.recheck_vacant(window);
-            self.shrink(&mut range, window);
         }
-    }
-
-    /// Goes past a window of a range.
-    fn shrink(&self, range: &mut Range<u32>, window: u32) {
-        match self.small_from {
-            End::Low => range.start = window + 1,
-            End::High => range.end = window,
-        }
+        whole
     }
 
     /// Takes runs of at least `length` (or all that is left) within some windows, the lowest first,
@@ -118,21 +104,22 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// Takes a run of up to `n` blocks that begins with a whole window.
     fn open_whole(&self, zone: &Range<u32>, n: u32) -> Option<Range<u32>> {
-        let mut rest = zone.clone();
-        while let Some(window) = self.first_whole(rest.clone()) {
-            let first = window * Self::WINDOW;
-            let end = (zone.end * Self::WINDOW).min(self.span);
-            let run = first..first + self.run_length(first, n.min(end - first));
-            let whole = run.len() as u32 >= n.min(Self::WINDOW);
-            if whole && self.take_range(run.clone()) {
+        let end = (zone.end * Self::WINDOW).min(self.span);
+        self.vacant
+            .find_map(zone.clone(), self.small_from, |window| {
+                if !self.is_whole(window) {
+                    return None;
+                }
+                let first = window * Self::WINDOW;
+                let run = first..first + self.run_length(first, n.min(end - first));
+                let whole = run.len() as u32 >= n.min(Self::WINDOW);
+                if !whole || !self.take_range(run.clone()) {
+                    return None; // taken meanwhile
+                }
                 for window in window..run.end.div_ceil(Self::WINDOW) {
                     self.recheck_vacant(window);
                 }
-                return Some(run);
-            }
-            // Taken meanwhile.
-            self.shrink(&mut rest, window);
-        }
-        None
+                Some(run)
+            })
     }
 }

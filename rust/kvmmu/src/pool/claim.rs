@@ -101,40 +101,23 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// The next window with credits in a range, by the placement's choice. `skip`: counters with
     /// these flags do not count.
     pub(crate) fn choose(&self, range: Range<u32>, skip: u32) -> Option<u32> {
-        match (self.placement, self.small_from) {
-            (Placement::Fullest, _) => self.fullest(range, skip),
-            (_, End::Low) => self.first_open(range, skip),
-            (_, End::High) => self.last_open(range, skip),
+        match self.placement {
+            Placement::Fullest => self.fullest(range, skip),
+            _ => self.open_from(self.small_from, range, skip),
         }
     }
 
-    /// The lowest window of a range with credits.
-    pub(crate) fn first_open(&self, mut range: Range<u32>, skip: u32) -> Option<u32> {
-        while let Some(window) = self.open.next(range.clone()) {
-            if self.has_credits(window, skip) {
-                return Some(window);
-            }
-            range.start = window + 1;
-        }
-        None
-    }
-
-    /// The highest window of a range with credits.
-    fn last_open(&self, mut range: Range<u32>, skip: u32) -> Option<u32> {
-        while let Some(window) = self.open.prev(range.clone()) {
-            if self.has_credits(window, skip) {
-                return Some(window);
-            }
-            range.end = window;
-        }
-        None
+    /// The first window of a range with credits, from one end.
+    fn open_from(&self, end: End, range: Range<u32>, skip: u32) -> Option<u32> {
+        let look = |window| self.has_credits(window, skip).then_some(window);
+        self.open.find_map(range, end, look)
     }
 
     /// LLFree's choice: of the windows with credits the one with the fewest, among the next 64.
     fn fullest(&self, mut range: Range<u32>, skip: u32) -> Option<u32> {
         let mut best = None;
         for _ in 0..64 {
-            let Some(window) = self.first_open(range.clone(), skip) else {
+            let Some(window) = self.open_from(End::Low, range.clone(), skip) else {
                 break;
             };
             let n = count(self.counter(window));
@@ -175,16 +158,19 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         } else {
             for zone in self.zones(zone) {
-                let mut rest = zone;
-                while n > 0
-                    && let Some(window) = self.choose(rest.clone(), 0)
-                {
-                    n -= self.take_in(window, n, out);
-                    match (self.placement, self.small_from) {
-                        (Placement::Fullest, _) => {}
-                        (_, End::Low) => rest.start = window + 1,
-                        (_, End::High) => rest.end = window,
+                if self.placement == Placement::Fullest {
+                    while n > 0
+                        && let Some(window) = self.fullest(zone.clone(), 0)
+                    {
+                        n -= self.take_in(window, n, out);
                     }
+                } else if n > 0 {
+                    self.open.find_map(zone, self.small_from, |window| {
+                        if self.has_credits(window, 0) {
+                            n -= self.take_in(window, n, out);
+                        }
+                        (n == 0).then_some(())
+                    });
                 }
             }
         }
@@ -215,12 +201,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     fn take_near(&self, start: u32, out: &mut Vec<u32>) -> bool {
         let first = Self::window_of(start);
         loop {
-            let window = match self.first_open(first..self.windows(), 0) {
-                Some(window) => window,
-                None => match self.first_open(0..first, 0) {
-                    Some(window) => window,
-                    None => return false,
-                },
+            let behind = self.open_from(End::Low, first..self.windows(), 0);
+            let Some(window) = behind.or_else(|| self.open_from(End::Low, 0..first, 0)) else {
+                return false;
             };
             if self.lower(window, 1, 1, 0, 0) == 1 {
                 let from = if window == first { start } else { 0 };

@@ -32,6 +32,7 @@
 
 use std::ops::Range;
 
+use super::placement::End;
 use crate::error::Result;
 use crate::sync::{AtomicU64, Ordering, zeroed_u64};
 
@@ -149,6 +150,28 @@ impl Index {
             );
         }
         found.filter(|&at| at >= range.start)
+    }
+
+    /// Looks at the numbers of a range that are set, from one end, until a look finds something.
+    pub(crate) fn find_map<T>(
+        &self,
+        mut range: Range<u32>,
+        from: End,
+        mut look: impl FnMut(u32) -> Option<T>,
+    ) -> Option<T> {
+        loop {
+            let at = match from {
+                End::Low => self.next(range.clone())?,
+                End::High => self.prev(range.clone())?,
+            };
+            if let Some(found) = look(at) {
+                return Some(found);
+            }
+            match from {
+                End::Low => range.start = at + 1,
+                End::High => range.end = at,
+            }
+        }
     }
 
     /// How many are set.

@@ -333,18 +333,17 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         let may = |word: Word| word.state() == State::InUse && !word.is_owned();
         for &block in blocks {
             self.held(block).map_err(|reason| invalid(block, reason))?;
-            if !may(self.word(block)) || self.single(block).is_err() {
+            // A block whose word is to change is no part of a page that is released as one.
+            if !may(self.word(block)) || !self.physical.split(block / Self::WINDOW) {
                 return Err(invalid(block, "is not in use by holders that share it"));
             }
         }
-        for &block in blocks {
-            let mut word = self.word(block);
-            while may(word)
-                && let Err(seen) = self.change_word(block, word, word.published())
-            {
-                word = seen;
-            }
-        }
+        let publish = |word: Word| match may(word) {
+            true => Change::To(word.published()),
+            false => Change::Leave, // released since
+        };
+        let published = self.change_each(blocks, |_| None, publish, |_, _, _| {});
+        published.expect("nothing is refused");
         Ok(())
     }
 
@@ -777,12 +776,6 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             return Err("is not held");
         }
         Ok(())
-    }
-
-    /// A block whose word is to change is no longer part of a page that is released as one.
-    fn single(&self, block: u32) -> std::result::Result<(), &'static str> {
-        let free = self.physical.split(block / Self::WINDOW);
-        if free { Ok(()) } else { Err("is not held") }
     }
 
     fn releasable(&self, block: u32) -> std::result::Result<(), &'static str> {

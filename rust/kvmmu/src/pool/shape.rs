@@ -24,7 +24,7 @@ use std::ops::Range;
 use super::counter::{BUSY, COUNT, HOME, PAGE, barren, count};
 use super::homes::Home;
 use super::physical::Physical;
-use super::placement::{Fit, Zone};
+use super::placement::{End, Fit, Zone};
 use crate::sync::Ordering;
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
@@ -81,12 +81,10 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 break;
             }
             for zone in self.zones(zone) {
-                let mut rest = zone;
-                while let Some(window) = self.may[order as usize - 1].next(rest.clone()) {
-                    if let Some(first) = self.page_in(home, window, order, others) {
-                        return Some(first);
-                    }
-                    rest.start = window + 1;
+                let look = |window| self.page_in(home, window, order, others);
+                let index = &self.may[order as usize - 1];
+                if let Some(first) = index.find_map(zone, End::Low, look) {
+                    return Some(first);
                 }
             }
         }
@@ -281,16 +279,15 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     /// With a window reserved: claims the lowest whole one of a range.
-    fn vacant_in(&self, mut range: Range<u32>) -> Option<u32> {
-        while let Some(window) = self.vacant.next(range.clone()) {
+    fn vacant_in(&self, range: Range<u32>) -> Option<u32> {
+        self.vacant.find_map(range, End::Low, |window| {
             if self.lower(window, Self::WINDOW, Self::WINDOW, HOME, PAGE) > 0 {
                 self.fill_window(window);
                 return Some(window);
             }
             self.recheck_vacant(window);
-            range.start = window + 1;
-        }
-        None
+            None
+        })
     }
 
     /// A window turned out not to be whole, or was claimed from: the vacant index learns it.
