@@ -209,6 +209,7 @@ impl Mmu {
                 "block {block} ({state:?}) is cooling"
             );
         }
+        self.pool.audit_credits().map_err(Broken)?;
         let states = self.pool.states();
         ensure!(
             states == count,
