@@ -20,7 +20,7 @@ import numpy.typing as npt
 from . import _core
 from .bound import Bound
 from .errors import InvalidBlock, InvalidConfig, InvalidPlan
-from .storage import Storage
+from .storage import Storage, _described
 
 if TYPE_CHECKING:
     from .cuda.executor import CUDAMover
@@ -221,13 +221,9 @@ def _checked(pairs: Pairs, storage: Storage) -> npt.NDArray[np.uint32]:
         or pairs.ndim != 2
         or pairs.shape[1] != 2
     ):
-        given = (
-            f"{pairs.dtype} of shape {pairs.shape}"
-            if isinstance(pairs, np.ndarray)
-            else type(pairs).__name__
-        )
         raise InvalidConfig(
-            f"pairs must be a uint32 or int32 array of shape [m, 2], not {given}", argument="pairs"
+            f"pairs must be a uint32 or int32 array of shape [m, 2], not {_described(pairs)}",
+            argument="pairs",
         )
     if pairs.dtype == np.int32 and pairs.size and int(pairs.min()) < 0:
         index = int(np.flatnonzero(pairs.min(axis=1) < 0)[0])

@@ -198,6 +198,22 @@ def _integer(name: str, value: object, low: int, high: int, **numbers: int) -> i
     return number
 
 
+def _described(value: object) -> str:
+    """What was given where an array was needed, for a message."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} of shape {value.shape}"
+    return type(value).__name__
+
+
+def _check_ids(name: str, blocks: object) -> None:
+    """InvalidConfig unless it is an integer array of shape [n]."""
+    if not isinstance(blocks, np.ndarray) or blocks.ndim != 1 or blocks.dtype.kind not in "iu":
+        raise InvalidConfig(
+            f"{name} must be an integer array of shape [n], not {_described(blocks)}",
+            argument=name,
+        )
+
+
 def _check_region(index: int, region: Region, num_blocks: int) -> None:
     for name in ("address", "stride", "block_bytes", "num_blocks"):
         value = getattr(region, name)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidBlock, InvalidConfig
-from .storage import Storage
+from .storage import Storage, _check_ids
 
 __all__ = ["block_runs", "byte_ranges", "pair_runs"]
 
@@ -105,15 +105,7 @@ def pair_runs(local: npt.NDArray[Any], remote: npt.NDArray[Any]) -> list[tuple[i
 
 def _blocks(name: str, blocks: npt.NDArray[Any]) -> Ints:
     """The ids as int64 [n]."""
-    if not isinstance(blocks, np.ndarray) or blocks.ndim != 1 or blocks.dtype.kind not in "iu":
-        given = (
-            f"{blocks.dtype} of shape {blocks.shape}"
-            if isinstance(blocks, np.ndarray)
-            else type(blocks).__name__
-        )
-        raise InvalidConfig(
-            f"{name} must be an integer array of shape [n], not {given}", argument=name
-        )
+    _check_ids(name, blocks)
     ids: Ints = blocks.astype(np.int64)
     if len(ids) and int(ids.min()) < 0:
         index = int(np.flatnonzero(ids < 0)[0])

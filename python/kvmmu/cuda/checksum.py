@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidBlock, InvalidConfig
-from ..storage import Region, Storage
+from ..storage import Region, Storage, _check_ids
 
 __all__ = ["block_checksums"]
 
@@ -67,15 +67,7 @@ def block_checksums(storage: Storage, blocks: npt.NDArray[Any]) -> npt.NDArray[n
 
 def checked_blocks(blocks: npt.NDArray[Any], storage: Storage) -> npt.NDArray[np.uint32]:
     """The ids as contiguous uint32 [n]; errors as :func:`block_checksums`."""
-    if not isinstance(blocks, np.ndarray) or blocks.ndim != 1 or blocks.dtype.kind not in "iu":
-        given = (
-            f"{blocks.dtype} of shape {blocks.shape}"
-            if isinstance(blocks, np.ndarray)
-            else type(blocks).__name__
-        )
-        raise InvalidConfig(
-            f"blocks must be an integer array of shape [n], not {given}", argument="blocks"
-        )
+    _check_ids("blocks", blocks)
     outside = (blocks < 0) | (blocks > storage.num_blocks)
     if outside.any():
         index = int(np.flatnonzero(outside)[0])

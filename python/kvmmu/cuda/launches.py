@@ -20,7 +20,7 @@ from .. import _core
 from ..bound import Bound
 from ..errors import InvalidConfig, LimitExceeded
 from ..movers import Pairs, _checked
-from ..storage import Storage, _integer
+from ..storage import Storage, _described, _integer
 from .checksum import checked_blocks
 
 __all__ = [
@@ -342,13 +342,9 @@ class UpdateTables(Bound):
             or entries.shape[1] != 2
             or not entries.flags.c_contiguous
         ):
-            given = (
-                f"{entries.dtype} of shape {entries.shape}"
-                if isinstance(entries, np.ndarray)
-                else type(entries).__name__
-            )
             raise InvalidConfig(
-                f"entries must be a C-contiguous uint32 array of shape [n, 2], not {given}",
+                "entries must be a C-contiguous uint32 array of shape [n, 2], not "
+                f"{_described(entries)}",
                 argument="entries",
             )
         count = _integer("the number of entries", len(entries), 0, 2**31 - 1)
