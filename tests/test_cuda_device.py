@@ -24,6 +24,7 @@ from kvmmu.cuda.launches import ChecksumBlocks, RegionTable  # noqa: E402
 from . import cuda_shim  # noqa: E402
 from .conftest import ROOT  # noqa: E402
 from .small_cache import contents, raw  # noqa: E402
+from .texts import Texts  # noqa: E402
 
 USABLE = torch.cuda.is_available() and not cuda.availability.problems(cuda.installed())
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason="needs a CUDA device")]
@@ -45,47 +46,17 @@ def place(where: str) -> dict[str, Any]:
     return {"device": "cuda"} if where == "cuda" else {"streams": cuda_shim.ShimStreams()}
 
 
-class Loop:
+class Loop(Texts):
     """A serving loop with contents."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.texts: dict[Any, list[int]] = {}
-        self.next = 1
-
-    def open(self, tokens: int) -> Any:
-        text = list(range(self.next, self.next + tokens))
-        self.next += tokens
-        handle = self.cache.open(text)
-        self.texts[handle] = text
-        return handle
-
-    def fork(self, handle: Any) -> Any:
-        child = handle.fork()
-        self.texts[child] = list(self.texts[handle])
-        return child
-
-    def close(self, *handles: Any) -> None:
-        for handle in handles:
-            handle.close()
-            del self.texts[handle]
 
     def halves(self, layer: int) -> list[Any]:
         return [half for half in self.cache.layers.logical(layer) if half is not None]
 
     def step(self, handles: list[Any]) -> None:
         with self.cache.step() as step:
-            lens = [len(self.texts[one]) - one.num_scheduled or 1 for one in handles]
-            pairs = list(zip(handles, lens, strict=True))
-            lacking = [one.num_scheduled + n - one.num_tokens for one, n in pairs]
-            new = list(range(self.next, self.next + sum(lacking)))
-            self.next += len(new)
-            batch = step.prepare(handles, query_lens=lens, new_tokens=new)
-            rest = iter(new)
-            for one, count in zip(handles, lacking, strict=True):
-                self.texts[one] += [next(rest) for _ in range(count)]
+            batch, lens = self.schedule(step, handles)
             values: list[int] = []
-            for one, count in pairs:
+            for one, count in zip(handles, lens, strict=True):
                 end = one.num_scheduled
                 values += self.texts[one][end - count : end]
             for layer in range(len(self.cache.layers)):

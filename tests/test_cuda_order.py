@@ -34,6 +34,7 @@ from . import cuda_shim  # noqa: E402
 from .conftest import ROOT  # noqa: E402
 from .recorded import Place, RecordedStreams, World, words  # noqa: E402
 from .small_cache import contents, raw  # noqa: E402
+from .texts import Texts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cuda_shim.compiler() is None, reason="needs g++")
 
@@ -47,7 +48,7 @@ EAGER: dict[str, Any] = {
 }
 
 
-class Serving:
+class Serving(Texts):
     """A serving loop over a recorded device: the shipped cache, and attention that looks."""
 
     def __init__(
@@ -55,7 +56,7 @@ class Serving:
     ) -> None:
         self.world, self.streams = world, RecordedStreams(world)
         options = {**EAGER, "auto_compact": True, "steps_in_flight": depth, **options}
-        self.cache: Any = KVCache(
+        cache = KVCache(
             LAYERS,
             2,
             4,
@@ -68,10 +69,9 @@ class Serving:
             streams=self.streams,
             **options,
         )
+        super().__init__(cache)
         world.pool(self.cache.storage, self.streams)
         self.depth = depth
-        self.texts: dict[Any, list[int]] = {}
-        self.next = 1
         self.moved_at_start = self.cache.mmu.stats()["moves_committed"]
         self.events = False  # whether steps end by events of the engine's
         self.own = [self.streams.event("engine") for _ in range(depth)]
@@ -83,23 +83,6 @@ class Serving:
 
     # -- sequences ---------------------------------------------------------------------------
 
-    def open(self, tokens: int) -> Any:
-        text = list(range(self.next, self.next + tokens))
-        self.next += tokens
-        handle = self.cache.open(text)
-        self.texts[handle] = text
-        return handle
-
-    def fork(self, handle: Any) -> Any:
-        child = handle.fork()
-        self.texts[child] = list(self.texts[handle])
-        return child
-
-    def close(self, *handles: Any) -> None:
-        for handle in handles:
-            handle.close()
-            del self.texts[handle]
-
     def close_all(self) -> None:
         self.close(*list(self.texts))
 
@@ -108,16 +91,7 @@ class Serving:
     def prepare(self, handles: list[Any]) -> tuple[Any, Any, list[int]]:
         """A step with what is left of each prompt, or one new token."""
         step = self.cache.begin_step()
-        lens = [len(self.texts[one]) - one.num_scheduled or 1 for one in handles]
-        lacking = [
-            one.num_scheduled + n - one.num_tokens for one, n in zip(handles, lens, strict=True)
-        ]
-        new = list(range(self.next, self.next + sum(lacking)))
-        self.next += len(new)
-        batch = step.prepare(handles, query_lens=lens, new_tokens=new)
-        rest = iter(new)
-        for one, count in zip(handles, lacking, strict=True):
-            self.texts[one] += [next(rest) for _ in range(count)]
+        batch, lens = self.schedule(step, handles)
         return step, batch, lens
 
     def kernels(self, batch: Any, handles: list[Any], lens: list[int]) -> None:
