@@ -305,6 +305,13 @@ class Batch(Bound):
                 f"step {life.number}: is over, and its slots may be somebody else's",
                 step=life.number,
             )
+        cache = self._cache
+        if cache._device is not None and cache._tables_hold != life.number:
+            raise InvalidStep(
+                f"step {life.number}: the tables on the device are no longer its own, but those of "
+                f"step {cache._tables_hold}",
+                step=life.number,
+            )
 
     def run_copies(self) -> None:
         """Runs the deferred copies, once."""
@@ -316,6 +323,7 @@ class Batch(Bound):
         device = self._cache._device
         if device is None:
             return self._buffers.csr()
+        self._cache._check_process()
         self._check_live()  # the device's tables are those of the newest step
         with self._cache._copying:
             return device.tables.update_csr(self._buffers)
@@ -448,7 +456,8 @@ class Step(Bound):
                 self._cache._dropped_steps.append(self.number)
             else:
                 _log.warning("%r was dropped unsettled: what it fences stays fenced", self)
-                self._cache._tables_of = None
+                if self._cache._tables_of == self.number:
+                    self._cache._tables_of = None
 
     def __repr__(self) -> str:
         return f"Step({self.number})"
@@ -635,6 +644,7 @@ class KVCache(Bound):
         self._overlap = copy == "overlap"
         self._moving: tuple[Moves, Copying] | None = None
         self._tables_of: int | None = None
+        self._tables_hold: int | None = None  # the newest step, if all of its tables were sent
         self._leases = LeaseBook(mmu)
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -836,6 +846,7 @@ class KVCache(Bound):
 
     def _mark(self, number: int) -> Any:
         """What is queued by now belongs to this step or comes before; it is settled, or ends."""
+        self._check_process()
         if self._tables_of == number:
             self._tables_of = None
         if self._device is None:
@@ -863,7 +874,9 @@ class KVCache(Bound):
         if self._device is not None:
             with self._copying:
                 self._follow()
+                self._tables_hold = None
                 self._device.tables.update(buffers)
+                self._tables_hold = number
             self._tables_of = number
 
     def _start_moves(self) -> None:
@@ -906,6 +919,7 @@ class KVCache(Bound):
         """Stores the KV of a step: k and v [T, heads, dim], in the order of its slots."""
         if batch._cache is not self:
             raise InvalidConfig("the batch is of another cache")
+        self._check_process()
         batch._check_live()
         if self._device is None:
             self.layers.write(layer, k, v, batch.slot_mapping)
@@ -965,6 +979,7 @@ class KVCache(Bound):
         compiled or loaded later; before the first step, or before a graph is captured. In host
         memory: nothing."""
         if self._device is not None:
+            self._check_process()
             self._device.warm_up()
 
     def overdue_leases(self) -> list[Lease]:

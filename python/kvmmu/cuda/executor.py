@@ -28,18 +28,20 @@ the region table was uploaded once, both events are used again every time.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bound import Bound
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, UsedAfterFork
 from ..movers import Pairs
 from ..storage import Storage, _integer
-from .launches import MoveBlocks, MoveBlocksIndirect, RegionTable, _checked_pairs
+from .launches import _MAX_GRID, MoveBlocks, MoveBlocksIndirect, RegionTable, _checked_pairs
 from .streams import Event, Stream, Streams, open_streams
 
 __all__ = ["CUDAMover", "Copying", "GraphMoves"]
@@ -54,9 +56,10 @@ _NO_MOVES = np.empty((0, 2), np.uint32)
 class Copying(Bound):
     """A copy that :meth:`CUDAMover.start` has queued. :meth:`CUDAMover.finish` takes it, once."""
 
-    __slots__ = ("finished", "num_moves")
+    __slots__ = ("_mover", "finished", "num_moves")
 
-    def __init__(self, num_moves: int) -> None:
+    def __init__(self, mover: CUDAMover, num_moves: int) -> None:
+        self._mover = mover
         self.num_moves = num_moves
         self.finished = False
 
@@ -72,7 +75,8 @@ class CUDAMover(Bound):
 
     Raises:
         CUDAUnavailable, MissingExtra: as :func:`kvmmu.cuda.require`.
-        InvalidConfig: another number, a block that a kernel cannot number, or memory of the host.
+        InvalidConfig: another number, a block that a kernel cannot number, memory of the host, or
+            streams of another device than the memory.
 
     It makes a side stream, two events, the region table on the device and compiles its kernel. When
     it is dropped or closed, it waits for its copies: memory may be given back after that.
@@ -87,19 +91,28 @@ class CUDAMover(Bound):
     ) -> None:
         self._storage = storage
         self._streams = open_streams(storage.device) if streams is None else streams
+        # Memory of the host with streams is that of a device that only stands for one (tests).
+        if storage.device not in ("cpu", self._streams.device):
+            raise InvalidConfig(
+                f"the storage is on {storage.device}, the streams are of {self._streams.device}",
+                device=storage.device,
+            )
+        few = _integer("overlap_thread_blocks", overlap_thread_blocks, 1, _MAX_GRID)
         self._table = RegionTable.of(storage)
         self._side = self._streams.side()
+        self._process = os.getpid()
         self._rows = _upload(self._streams, self._table.rows)
         self._ready = self._streams.event("ready")
         self._done = self._streams.event("done")
         kernel = self._streams.kernel("move_blocks")
         rows = self._rows.data_ptr()
         self._all = MoveBlocks(kernel, self._table, rows)
-        self._few = MoveBlocks(kernel, self._table, rows, max_thread_blocks=overlap_thread_blocks)
+        self._few = MoveBlocks(kernel, self._table, rows, max_thread_blocks=few)
         self._lock = threading.RLock()
         self._graphs: weakref.WeakSet[GraphMoves] = weakref.WeakSet()
+        self._put: set[GraphMoves] = set()  # kept until what was put has been carried out
         self._copied_bytes = 0
-        self._give_back = weakref.finalize(self, _wait_for, self._side)
+        self._give_back = weakref.finalize(self, _wait_for, [self._side], self._process)
 
     @property
     def storage(self) -> Storage:
@@ -122,6 +135,7 @@ class CUDAMover(Bound):
         It runs behind all that is queued in the caller's stream, and ahead of what is queued there
         from now on. Arguments and errors as :meth:`kvmmu.CPUMover.move`.
         """
+        self._check_process()
         with self._lock:
             self._queue(pairs, self._all)
             self._streams.current().wait(self._done)
@@ -140,13 +154,22 @@ class CUDAMover(Bound):
             as :meth:`kvmmu.CPUMover.move`. Nothing has been copied then, or what was is ordered
             before the caller's stream.
         """
+        self._check_process()
         with self._lock:
-            return Copying(self._queue(pairs, self._few))
+            return Copying(self, self._queue(pairs, self._few))
 
     def finish(self, copying: Copying) -> None:
         """What is queued in the caller's stream from now on comes behind the copy. To be called
         between two steps, before the tables change, and before moves are aborted. Again: nothing.
+
+        Raises:
+            InvalidConfig: a copy that another mover has queued.
         """
+        self._check_process()
+        if not isinstance(copying, Copying) or copying._mover is not self:
+            raise InvalidConfig(
+                f"{copying!r} is no copy that this mover has started", argument="copying"
+            )
         with self._lock:
             if not copying.finished:
                 # Copies follow each other in the side stream: a newer record covers this one.
@@ -159,6 +182,7 @@ class CUDAMover(Bound):
 
     def synchronize(self) -> None:
         """The host waits for all copies that were queued."""
+        self._check_process()
         self._done.synchronize()
 
     def graph_moves(self, capacity: int = 32, *, thread_blocks: int = 132) -> GraphMoves:
@@ -171,13 +195,15 @@ class CUDAMover(Bound):
     def flush(self) -> None:
         """Carries out moves that were put for a graph and not replayed yet; see
         :meth:`GraphMoves.flush`."""
+        self._check_process()
         with self._lock:
-            for graph in self._graphs:
+            for graph in list(self._put):
                 graph.flush()
 
     def warm_up(self) -> None:
         """Launches every kernel of the mover once, without moves, and waits: what a driver loads
         on first use is loaded then. Needed before a graph is captured."""
+        self._check_process()
         with self._lock:
             stream = self._streams.current()
             with self._streams.use(stream):
@@ -190,6 +216,14 @@ class CUDAMover(Bound):
         """Waits for its copies. Again: nothing. It still works afterwards, but whoever gives memory
         back then has to wait himself."""
         self._give_back()
+
+    def _check_process(self) -> None:
+        """A child has no use of the device, and another thread's lock is never given back there."""
+        if os.getpid() != self._process:
+            raise UsedAfterFork(
+                f"a CUDAMover of process {self._process} is used in process {os.getpid()}: make "
+                "another one after the fork"
+            )
 
     def _queue(self, pairs: Pairs, launch: MoveBlocks) -> int:
         """Behind the caller's stream, in the side stream. The caller holds the lock."""
@@ -232,6 +266,7 @@ class GraphMoves(Bound):
         self._mover = mover
         self._streams = mover.streams
         self.capacity = _integer("capacity", capacity, 1, 2**20)
+        blocks = _integer("thread_blocks", thread_blocks, 1, _MAX_GRID)
         size = 4 * (2 + 2 * self.capacity)
         # One allocation: the buffer, and behind it the word that says which count was refused.
         self._memory = self._streams.zeros(size + 4)
@@ -243,9 +278,8 @@ class GraphMoves(Bound):
             buffer=self._memory.data_ptr(),
             refused=self._memory.data_ptr() + size,
             capacity=self.capacity,
-            thread_blocks=thread_blocks,
+            thread_blocks=blocks,
         )
-        self._put = False
 
     def launch(self) -> None:
         """Queues the kernel in the caller's stream: once, in the capture."""
@@ -260,17 +294,17 @@ class GraphMoves(Bound):
             InvalidBlock, InvalidPlan, InvalidConfig: as :meth:`kvmmu.CPUMover.move`.
             Nothing has changed then.
         """
+        self._mover._check_process()
         with self._mover._lock:
-            if len(pairs) == 0:
+            if len(self._kernel.check(pairs)) == 0:
                 return
             caller = self._streams.current()
-            self._kernel.check(pairs)
             self.flush()
             host, words = self._staging.take()
             size = self._kernel.fill(words.view(np.uint32), pairs)
             self._streams.upload(caller, self._memory[:size], host[:size])
             self._staging.queued(caller)
-            self._put = True
+            self._mover._put.add(self)
             self._mover._copied_bytes += len(pairs) * self._mover.storage.block_bytes
 
     def refused(self) -> int:
@@ -284,17 +318,19 @@ class GraphMoves(Bound):
         this copies nothing. The engine's own kernels outside of the graph need it first, if they
         touch blocks (``cache.write`` and copies on write call it). Not while a graph is captured.
         """
+        self._mover._check_process()
         with self._mover._lock:
-            if self._put:
+            if self in self._mover._put:
                 with self._streams.use(self._streams.current()):
                     self._kernel()
-                self._put = False
+                self._mover._put.remove(self)
 
 
 class Staging(Bound):
     """Page-locked memory that the device reads after the host has gone on: several equal parts,
     used in turn. A part is written again when the event behind its last use is over; with more
-    parts than steps in flight, that is so already.
+    parts than steps in flight, that is so already. When it is dropped, the host waits for all of
+    them: what is given back may be written by its next owner at once.
 
     Args:
         num_bytes: of a part, a multiple of 8.
@@ -310,6 +346,8 @@ class Staging(Bound):
             part = memory[number * num_bytes : (number + 1) * num_bytes]
             self._parts.append((part, part.numpy(), streams.event("staging")))
         self._next = 0
+        events = [event for _, _, event in self._parts]
+        weakref.finalize(self, _wait_for, events, os.getpid())
 
     def take(self) -> tuple[Any, npt.NDArray[np.uint8]]:
         """The part whose turn it is, as a tensor and an array of the same bytes. The host waits
@@ -335,5 +373,8 @@ def _upload(streams: Streams, array: npt.NDArray[Any]) -> Any:
     return made
 
 
-def _wait_for(stream: Stream) -> None:
-    stream.synchronize()
+def _wait_for(things: Iterable[Stream | Event], process: int) -> None:
+    """Not in a forked child, which has no use of the device."""
+    if os.getpid() == process:
+        for thing in things:
+            thing.synchronize()

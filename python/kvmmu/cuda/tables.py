@@ -105,6 +105,8 @@ class DeviceTables(Bound):
             self._flat("seq_lens", lens[:most]),
             self._flat("query_start_loc", starts),
         ]
+        # If a launch fails, those before it have been sent: the next update empties their rows too.
+        self._rows, self._columns, self._tokens = most, wide, max(tokens, self._tokens)
         self._send(indices)
         self._rows, self._columns, self._tokens = rows, used, tokens
 
