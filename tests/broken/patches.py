@@ -39,6 +39,18 @@ class FreesABlockTwiceInOneCall(BlockPool):
             self.put_back(block)
 
 
+class FreesABlockOnceForEachHolder(BlockPool):
+    """19: two holders release in one call; all are counted down, then each finds zero."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.check_held(blocks)
+        for block in blocks:
+            self.counts[block] -= 1
+        for block in blocks:
+            if self.counts[block] == 0:
+                self.put_back(block)
+
+
 class ReleasesHalfBeforeItFails(BlockPool):
     """22, 24: what stands before the bad id in the list is released all the same."""
 
@@ -243,6 +255,15 @@ class CountsHitsPastAGap(CachingPool):
         return [self.index[prompt, i] for i in range(n) if (prompt, i) in self.index]
 
 
+class EvictsForAClaimThatItRefuses(CachingPool):
+    """22: evicts block by block until none is left; the blocks are put back, the entries not."""
+
+    def claim(self, n: int) -> list[int]:
+        if n > self.free:
+            self.evict(n)
+        return super().claim(n)
+
+
 class KeepsTheReferencesOfARefusedPrompt(CachingPool):
     """22: match, then fail to get the rest."""
 
@@ -385,6 +406,7 @@ class FindsItselfBroken(Sequences):
 BROKEN: dict[type[BlockPool | Sequences], type[AllocatorFault]] = {
     ClampsCounts: faults.ReleasedTwice,
     FreesABlockTwiceInOneCall: faults.DoubleHandOut,
+    FreesABlockOnceForEachHolder: faults.DoubleHandOut,
     ReleasesHalfBeforeItFails: faults.ChangedByFailure,
     FreesAtTheFirstRelease: faults.DoubleHandOut,
     TakesNegativeIds: faults.ForeignRelease,
@@ -405,6 +427,7 @@ BROKEN: dict[type[BlockPool | Sequences], type[AllocatorFault]] = {
     ServesWhatWasOverwritten: faults.StaleCache,
     PublishesBeforeItIsWritten: faults.StaleCache,
     CountsHitsPastAGap: faults.StaleCache,
+    EvictsForAClaimThatItRefuses: faults.ChangedByFailure,
     KeepsTheReferencesOfARefusedPrompt: faults.ChangedByFailure,
     MovesOneMappingOnly: faults.LostMapping,
     DropsAReferenceInAMove: faults.WrongReferences,

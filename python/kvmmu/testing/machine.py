@@ -94,6 +94,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         start = 0 if length == 8 else min(start, max(blocks - 1, 0))
         self.trial.release(index, start, min(start + length, blocks) if length < 8 else blocks)
 
+    @when(lambda trial: not trial.deals_in_sequences and len(trial.claims) > 1)
+    @rule(which=any_index, other=any_index)
+    def release_together(self, which: int, other: int) -> None:
+        """Two claims of ids in one call, of the same blocks if any are: a block listed twice."""
+        index = which % len(self.trial.claims)
+        one = self.trial.claims[index]
+        second = self._choose(
+            other, lambda claim: claim is not one and not set(one.blocks).isdisjoint(claim.blocks)
+        )
+        if second is None:
+            second = self._choose(other, lambda claim: claim is not one)
+        assert second is not None
+        self.trial.release_together(index, second)
+
     # -- sharing and growing -------------------------------------------------------------------
 
     @precondition(lambda self: self.trial.has & {"retain", "fork"})

@@ -51,7 +51,8 @@ class Allocator(Protocol):
 
     def claim(self, n: int, /) -> Sequence[int] | Iterable[int]:
         """Hands out ``n`` blocks that nobody holds; raises, and changes nothing, exactly if fewer
-        are free. A claim of 0 may be refused."""
+        are free. A claim of 0 may be refused. What is cached must outlive a refusal, which shows
+        only in the ``cached`` of ``stats``."""
 
     def release(self, blocks: Any, /) -> None:
         """Takes one reference from each block. The last reference gone, the block is free."""

@@ -102,6 +102,8 @@ class Trial:
         self.claims: list[Claim] = []
         self.gone: list[tuple[str, list[int]]] = []
         """Expressions of what was released, and its ids then."""
+        self.cached: int | None = None
+        """Cached blocks after the last call, if the allocator says."""
         self.memory: dict[int, int] = {}
         self.lines: list[str] = []
         self.fault: faults.AllocatorFault | None = None
@@ -525,6 +527,15 @@ class Trial:
                 f"stats() says {cached} cached, and {free} blocks are free",
                 f"assert 0 <= a.stats()['cached'] <= {free}",
             )
+        if "cached" in stats:
+            if raised and self.cached is not None and cached != self.cached:
+                raise self._mismatch(
+                    raised,
+                    faults.WrongStatistics,
+                    f"{self.cached} blocks were cached before, {cached} are now",
+                    f"assert a.stats()['cached'] == {self.cached}",
+                )
+            self.cached = cached
 
     def _probe(self) -> None:
         """A count is off: is a block lost, or free while somebody holds it? Raises that, if so."""
