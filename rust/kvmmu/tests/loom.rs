@@ -500,6 +500,22 @@ fn a_page_takes_what_was_just_released() {
     });
 }
 
+/// The same with a page that is a part of a word.
+#[test]
+fn a_page_of_a_word_takes_what_was_just_released() {
+    model(2, || {
+        let world = World::<4, 1>::new(4);
+        let other = world.spawn(1, |world| {
+            if let Some(block) = world.claim() {
+                world.release(block);
+            }
+        });
+        let page = world.page(1);
+        other.join().unwrap();
+        world.settle(4 - 2 * u32::from(page.is_some()));
+    });
+}
+
 /// A page is seen, then one of its blocks is taken; what the search has goes back.
 #[test]
 fn a_page_that_is_taken_before_its_bits_are_set_costs_nothing() {
@@ -511,6 +527,18 @@ fn a_page_that_is_taken_before_its_bits_are_set_costs_nothing() {
         let theirs = other.join().unwrap();
         assert!(page.is_none() || !theirs);
         world.settle(3 - 2 * u32::from(page.is_some()) - u32::from(theirs));
+    });
+}
+
+/// A page makes its window a home while a block of it is claimed exactly.
+#[test]
+fn a_page_meets_a_range_in_its_window() {
+    model(2, || {
+        let world = Two::new(8);
+        let other = world.spawn(1, |world| world.exact(3, 1).is_some());
+        let page = world.page(1);
+        let theirs = other.join().unwrap();
+        world.settle(8 - 2 * u32::from(page.is_some()) - u32::from(theirs));
     });
 }
 
@@ -531,13 +559,15 @@ fn a_whole_window_meets_single_blocks() {
 /// The vacant index: the last block of a window comes back while a search finds none whole.
 #[test]
 fn a_window_that_becomes_whole_is_found_again() {
-    model(3, || {
-        let world = Two::new(4);
-        let block = world.batch(1).unwrap()[0];
-        let other = world.spawn(1, move |world| world.release(block));
+    model(2, || {
+        let world = Two::new(8);
+        // Four blocks are empty, so the search looks; they lie in two windows.
+        world.batch(8).unwrap();
+        world.release_batch(&[1, 2, 3, 7]);
+        let other = world.spawn(1, |world| world.release(0));
         let mine = world.page(2);
         other.join().unwrap();
-        world.settle(4 - 4 * u32::from(mine.is_some()));
+        world.settle(5 - 4 * u32::from(mine.is_some()));
     });
 }
 
@@ -756,14 +786,18 @@ fn what_holders_wrote_is_before_the_next_owner() {
         |world, block| world.pool.release_batch(&[block]).unwrap(),
         |world, block| world.pool.release_page(block, 0).unwrap(),
     ];
-    for release in releases {
+    for (release, batch) in releases.into_iter().zip([false, true, false]) {
         model(2, move || {
             let world = Two::new(2);
             let block = world.claim().unwrap();
             world.pool.retain(&[block]).unwrap();
             let other = world.spawn(1, move |world| {
                 world.disown([block]);
-                world.pool.release(block).unwrap();
+                if batch {
+                    world.pool.release_batch(&[block]).unwrap();
+                } else {
+                    world.pool.release(block).unwrap();
+                }
             });
             release(&world, block);
             // Either of the two was last; this thread does not know yet that the other is done.
@@ -854,6 +888,8 @@ fn all_or_none_undoes_what_it_has() {
         world.pool.offline(2, 1).unwrap();
         assert!(world.pool.online(2, 2).is_err());
         assert_eq!(world.pool.states().offline, 1);
+        assert!(world.pool.destine(&[3, 2]).is_err());
+        assert_eq!(world.pool.states().destined, 0);
         world.pool.audit().unwrap();
     });
 }
@@ -881,6 +917,112 @@ fn a_wallet_passes_through_the_total() {
         let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
         other.join().unwrap();
         world.settle(2 - mine);
+    });
+}
+
+/// As `a_refused_batch_makes_no_other_claim_fail`, with the blocks in the wallet.
+#[test]
+fn a_refused_batch_carries_a_wallet_and_makes_no_other_claim_fail() {
+    model(2, || {
+        let world = Two::new(2);
+        let blocks = world.batch(2).unwrap();
+        world.release_batch(&blocks);
+        let other = world.spawn(0, |world| assert_eq!(world.batch(3), None));
+        // This thread knows nothing of the other's wallet but what it reads.
+        this_is_thread(1);
+        world.claim().unwrap();
+        other.join().unwrap();
+        world.settle(1);
+    });
+}
+
+/// Credits that a refused batch carries from a seat to the total can be used at once by a thread
+/// that knows nothing of the window, which the open index had forgotten.
+#[test]
+fn credits_in_the_total_are_found_in_a_window() {
+    model(2, || {
+        let world = Two::new(8);
+        world.claim().unwrap();
+        this_is_thread(1);
+        // Looks at the first window, finds that it has nothing to give, sits down in the second.
+        world.claim().unwrap();
+        let other = world.spawn(0, |world| assert_eq!(world.batch(8), None));
+        world.batch(1).unwrap();
+        other.join().unwrap();
+        world.settle(5);
+    });
+}
+
+/// As `what_holders_wrote_is_before_the_next_owner`, for two blocks whose words change together.
+#[test]
+fn what_holders_wrote_in_two_blocks_is_before_the_next_owner() {
+    let releases: [fn(&Two); 2] = [
+        |world| world.pool.release_batch(&[0, 1]).unwrap(),
+        |world| world.pool.release_page(0, 1).unwrap(),
+    ];
+    for release in releases {
+        model(2, move || {
+            let world = Two::new(4);
+            world.batch(2).unwrap();
+            world.pool.retain(&[0, 1]).unwrap();
+            let other = world.spawn(1, |world| {
+                world.disown([0, 1]);
+                world.pool.release_batch(&[0, 1]).unwrap();
+            });
+            release(&world);
+            world.batch(2).unwrap();
+            other.join().unwrap();
+            world.settle(2);
+        });
+    }
+}
+
+/// Blocks that are shared and published come and go two at a time, by two threads.
+#[test]
+fn references_of_two_blocks_add_up() {
+    model(2, || {
+        let world = Two::new(4);
+        world.batch(2).unwrap();
+        let other = world.spawn(1, |world| {
+            world.pool.retain(&[0, 1]).unwrap();
+            world.pool.publish(&[1]).unwrap();
+            world.pool.release_batch(&[0, 1]).unwrap();
+        });
+        world.pool.retain(&[0, 1]).unwrap();
+        world.pool.release(1).unwrap();
+        other.join().unwrap();
+        assert_eq!(world.pool.references(0), Ok(2));
+        assert_eq!(world.pool.references(1), Ok(1));
+        world.pool.release_batch(&[0, 0, 1]).unwrap();
+        assert!(world.pool.evict(1));
+        world.disown([0, 1]);
+        world.settle(4);
+    });
+}
+
+/// What somebody did who revived a block is done when its next owner has it, though it was cached
+/// before, too.
+#[test]
+fn what_a_reviver_wrote_is_before_the_next_owner() {
+    model(3, || {
+        let world = Two::new(1);
+        let block = world.claim().unwrap();
+        world.pool.publish(&[block]).unwrap();
+        world.disown([block]);
+        world.pool.release(block).unwrap();
+        let other = world.spawn(1, move |world| {
+            if world.pool.revive(&[block]).is_ok() {
+                world.own([block]);
+                world.disown([block]);
+                world.pool.release(block).unwrap();
+            }
+        });
+        let evicted = world.pool.evict(block);
+        if evicted {
+            world.claim().unwrap();
+        }
+        other.join().unwrap();
+        world.settle(0);
     });
 }
 
