@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pool::{Placement, check_anchor};
+use crate::table::NODE_BITS;
 
 /// Longest address space of one sequence: two levels of 512 entries.
 pub const MAX_BLOCKS_PER_SEQUENCE: u32 = 512 * 512;
@@ -9,8 +10,52 @@ pub const MAX_BLOCKS_PER_SEQUENCE: u32 = 512 * 512;
 pub const MAX_SEQUENCES: u32 = 512 * 512;
 /// Largest pool.
 pub const MAX_BLOCKS: u32 = i32::MAX as u32 - 1;
+/// Longest sequence whose virtual offset can be chosen: one table of 512 entries less.
+const MAX_SHIFTED_BLOCKS: u32 = MAX_BLOCKS_PER_SEQUENCE - 512;
 /// Largest block.
 pub const MAX_BLOCK_SIZE: u32 = 4096;
+
+/// The page sizes that a pool uses: orders 0 to 9, 0 always among them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageOrders(u16);
+
+impl PageOrders {
+    /// Single blocks alone.
+    pub const SINGLE: PageOrders = PageOrders(1);
+
+    /// Pages of `2^order` blocks for each of these.
+    pub fn new(orders: &[u32]) -> Result<Self> {
+        let wrong = orders.iter().find(|&&order| order > 9);
+        if let Some(order) = wrong {
+            return Err(Error::InvalidConfig(format!(
+                "page_orders: {order} is not allowed, orders are 0 to 9"
+            )));
+        }
+        if !orders.contains(&0) {
+            return Err(Error::InvalidConfig(format!(
+                "page_orders = {orders:?}: 0 (single blocks) must be among them"
+            )));
+        }
+        Ok(PageOrders(
+            orders.iter().fold(0, |bits, order| bits | 1 << order),
+        ))
+    }
+
+    /// A bit for each order.
+    pub(crate) fn bits(self) -> u32 {
+        u32::from(self.0)
+    }
+
+    /// The orders, ascending.
+    pub fn iter(self) -> impl Iterator<Item = u32> {
+        (0..10).filter(move |&order| self.0 >> order & 1 != 0)
+    }
+
+    /// log2 of the blocks that a run is aligned to: the largest page below a huge one.
+    pub(crate) fn alignment(self) -> u32 {
+        u32::from(self.0 & 0x1ff).ilog2()
+    }
+}
 
 /// Settings. [`Config::new`] gives the defaults; change fields, then build an
 /// [`Mmu`](crate::Mmu) from it.
@@ -25,7 +70,8 @@ pub struct Config {
     pub block_size: u32,
     /// Sequences open at once, 1 ..= [`MAX_SEQUENCES`].
     pub max_sequences: u32,
-    /// Longest sequence in blocks; at most `num_blocks` and [`MAX_BLOCKS_PER_SEQUENCE`].
+    /// Longest sequence in blocks; at most `num_blocks` and [`MAX_BLOCKS_PER_SEQUENCE`]. Above
+    /// 261,632 no sequence is shifted against its pages ([`Config::page_orders`]).
     pub max_blocks_per_sequence: u32,
     /// Nodes (of 512 entries, 4 KiB each, touched on first use) of the page table.
     pub table_nodes: u32,
@@ -36,6 +82,19 @@ pub struct Config {
     /// Share of the pool that is the anchor region, 0 to below 1: prompts that are expected to be
     /// shared and to stay go there first, everything else last.
     pub anchor: f64,
+    /// Page sizes. With more than single blocks, pages of 512 blocks come from the low end of the
+    /// pool and everything else from the high end.
+    pub page_orders: PageOrders,
+    /// A sequence of fewer tokens is mapped by single blocks.
+    pub medium_from: u32,
+    /// A sequence of at most so many tokens has no pages of 512 blocks.
+    pub huge_from: u32,
+    /// Empty blocks kept behind a sequence to grow into, at most; anybody who needs them gets them.
+    /// Needs [`Placement::AddressOrder`].
+    pub hold_blocks: u32,
+    /// A block that is published while an equal one is known is given back, and the sequence maps
+    /// the first (tokens are compared; the KV of the two may differ by rounding).
+    pub dedup: bool,
     /// Most blocks that one compaction pass moves, at least 1.
     pub budget_blocks: u32,
     /// Fragmentation ratio over available blocks above which compaction starts.
@@ -52,11 +111,16 @@ impl Config {
             null_block: num_blocks,
             block_size,
             max_sequences: 1024,
-            max_blocks_per_sequence: num_blocks.min(MAX_BLOCKS_PER_SEQUENCE),
+            max_blocks_per_sequence: num_blocks.min(MAX_SHIFTED_BLOCKS),
             table_nodes: 0,
             prefix_caching: true,
             placement: Placement::AddressOrder,
             anchor: 0.15,
+            page_orders: PageOrders::SINGLE,
+            medium_from: 512,
+            huge_from: 2048,
+            hold_blocks: 0,
+            dedup: false,
             budget_blocks: 32,
             compaction_start: 0.35,
             compaction_stop: 0.30,
@@ -70,10 +134,15 @@ impl Config {
         self.num_blocks + u32::from(self.null_block < self.num_blocks)
     }
 
+    /// Largest virtual offset of a sequence.
+    pub(crate) fn most_shift(&self) -> u32 {
+        (MAX_BLOCKS_PER_SEQUENCE - self.max_blocks_per_sequence).min(511)
+    }
+
     /// Nodes that every mix of sequences can live with, or 65,536 (256 MiB of address space,
     /// touched on first use) where that would be more.
     pub fn default_table_nodes(&self) -> u32 {
-        let leaves = u64::from(self.max_blocks_per_sequence.div_ceil(512));
+        let leaves = u64::from((self.max_blocks_per_sequence + self.most_shift()).div_ceil(512));
         let worst = 1
             + u64::from(self.max_sequences.div_ceil(512))
             + u64::from(self.max_sequences) * (1 + leaves);
@@ -102,7 +171,9 @@ impl Config {
             1,
             longest,
         )?;
-        range("table_nodes", self.table_nodes, 4, 1 << 24)?;
+        range("table_nodes", self.table_nodes, 4, 1 << NODE_BITS)?;
+        range("medium_from", self.medium_from, 0, self.huge_from)?;
+        range("hold_blocks", self.hold_blocks, 0, 512)?;
         range("budget_blocks", self.budget_blocks, 1, MAX_BLOCKS)?;
         check_anchor(self.anchor)?;
         let (start, stop) = (self.compaction_start, self.compaction_stop);

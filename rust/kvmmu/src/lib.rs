@@ -62,11 +62,13 @@ pub mod table;
 mod validate;
 
 pub use compact::{Goal, Measure, Moves, Plan};
-pub use config::{Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES};
+pub use config::{
+    Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES, PageOrders,
+};
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
 pub use prefix::Keys;
-pub use sequence::{Lease, Quote, RowBuffers, Rows, Tables, When};
+pub use sequence::{Lease, Opening, Quote, RowBuffers, Rows, Tables, When};
 pub use state::{Mmu, SequenceInfo};
 pub use stats::StatsReading;
 pub use validate::Broken;

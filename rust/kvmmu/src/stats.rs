@@ -53,6 +53,22 @@ counters! {
     claimed_blocks,
     /// Blocks emptied or fenced after their last reference (evictions not counted).
     freed_blocks,
+    /// Larger pages made of smaller ones that had become consecutive and aligned.
+    promotions,
+    /// Pages cut into smaller ones.
+    splits,
+    /// Regions of 512 blocks that got no huge page when their sequence was opened or grew.
+    huge_missed,
+    /// Holds made.
+    holds_made,
+    /// Holds given up because somebody else needed the blocks.
+    holds_broken,
+    /// Blocks claimed out of a hold or right behind a sequence.
+    grown_in_place,
+    /// Published blocks given back because an equal one was known.
+    deduplicated,
+    /// Blocks released from the front of sequences.
+    released_before,
     /// Moves begun.
     moves_begun,
     /// Moves that came into effect.

@@ -3,14 +3,15 @@
 //! The recount starts from the page table alone and compares every other structure with it, so it
 //! shares no shortcut with the code that it checks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use thiserror::Error;
 
 use crate::pool::{State, States, Word};
 use crate::sequence::{RowBuffers, Rows};
-use crate::state::{Mmu, NONE, Shared, Vbn, id, parse};
+use crate::state::{Mmu, NONE, ORDERS, PageOf, Shared, id, parse};
 use crate::sync::lock;
+use crate::table::Loc;
 
 /// An invariant that does not hold: a fault of the core.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -27,6 +28,15 @@ macro_rules! ensure {
     };
 }
 
+/// What all page tables map.
+#[derive(Default)]
+struct Mappings {
+    /// How often each block is mapped.
+    blocks: HashMap<u32, u32>,
+    /// Entries that map each page.
+    pages: HashMap<PageOf, Vec<Loc>>,
+}
+
 impl Mmu {
     /// Recounts everything: states, references, free structures, the prefix index, the reverse map,
     /// table nodes, sequences, moves, and (where given) exported rows. Costs a walk over all of it.
@@ -34,7 +44,8 @@ impl Mmu {
         let _rest = self.rest();
         let shared = self.shared();
         let mappings = self.check_sequences()?;
-        self.check_blocks(&shared, &mappings)?;
+        let held = self.check_holds(&mappings)?;
+        self.check_blocks(&shared, &mappings, &held)?;
         self.check_order(&shared)?;
         self.check_moves(&shared)?;
         self.check_leases(&shared)?;
@@ -48,8 +59,8 @@ impl Mmu {
     }
 
     /// Walks every sequence; returns the mappings of every block.
-    fn check_sequences(&self) -> std::result::Result<HashMap<u32, Vec<Vbn>>, Broken> {
-        let mut mappings: HashMap<u32, Vec<Vbn>> = HashMap::new();
+    fn check_sequences(&self) -> std::result::Result<Mappings, Broken> {
+        let mut mappings = Mappings::default();
         let mut nodes = 1;
         for (slot, cell) in self.used_slots() {
             let seq = lock(cell);
@@ -66,7 +77,19 @@ impl Mmu {
                 "slot {slot}: its address space is not the one that the table names"
             );
             let mapped = self.blocks_for(seq.tokens);
-            nodes += 1 + mapped.div_ceil(512);
+            ensure!(
+                seq.first <= mapped.saturating_sub(1),
+                "slot {slot}: {} of {mapped} blocks are released",
+                seq.first
+            );
+            if mapped > 0 {
+                let (from, to) = (
+                    seq.space.virtual_of(seq.first),
+                    seq.space.virtual_of(mapped),
+                );
+                nodes += to.div_ceil(512) - from / 512;
+            }
+            nodes += 1;
             ensure!(
                 seq.written <= seq.scheduled && seq.scheduled <= seq.tokens,
                 "slot {slot}: written {}, scheduled {}, tokens {}",
@@ -81,7 +104,8 @@ impl Mmu {
                 seq.written
             );
             let (mut last, mut runs) = (NONE, 0);
-            for index in 0..mapped {
+            let mut pages = [0; ORDERS];
+            for index in seq.first..mapped {
                 let pte = self.table.get(seq.space, index);
                 ensure!(
                     pte.is_present(),
@@ -92,21 +116,51 @@ impl Mmu {
                     block < self.config.span() && block != self.null_block(),
                     "slot {slot}: logical block {index} maps {block}"
                 );
+                let looked = self.table.look(slot, index);
+                ensure!(
+                    looked == Some(block),
+                    "slot {slot}: logical block {index} maps {block}, without a lock it is {looked:?}"
+                );
                 runs += u32::from(last == NONE || block != last + 1);
                 last = block;
-                mappings
-                    .entry(block)
-                    .or_default()
-                    .push(Vbn::new(slot, index));
+                *mappings.blocks.entry(block).or_default() += 1;
+                let page = self.table.page(seq.space, index);
+                ensure!(
+                    page.order == pte.order()
+                        && self.config.page_orders.bits() >> page.order & 1 != 0
+                        && page.index >= seq.first
+                        && page.index + (1 << page.order) <= mapped
+                        && block == page.block + (index - page.index)
+                        && page.block.is_multiple_of(1 << page.order)
+                        && seq
+                            .space
+                            .virtual_of(page.index)
+                            .is_multiple_of(1 << page.order),
+                    "slot {slot}: logical block {index} maps {block} by {page:?}"
+                );
+                if page.index == index {
+                    pages[page.order as usize] += 1;
+                    let of = (page.order, page.number());
+                    mappings.pages.entry(of).or_default().push(page.loc);
+                    ensure!(
+                        self.table.whose(page.loc) == (slot, seq.space.virtual_of(index)),
+                        "slot {slot}: the entry of logical block {index} does not know whose it is"
+                    );
+                }
             }
             ensure!(
-                !self
-                    .table
-                    .get(seq.space, mapped.min(512 * 512 - 1))
-                    .is_present()
-                    || mapped == 512 * 512,
-                "slot {slot}: a block is mapped behind its {mapped} blocks"
+                pages == seq.pages,
+                "slot {slot}: pages by order {pages:?}, noted {:?}",
+                seq.pages
             );
+            let behind = [seq.first.checked_sub(1), Some(mapped)];
+            for index in behind.into_iter().flatten() {
+                ensure!(
+                    self.table.look(slot, index).is_none(),
+                    "slot {slot}: logical block {index} is mapped, not in its {} to {mapped}",
+                    seq.first
+                );
+            }
             ensure!(
                 (last, runs) == (seq.last, seq.runs),
                 "slot {slot}: last block {last} in {runs} runs, noted {} in {}",
@@ -123,17 +177,50 @@ impl Mmu {
         Ok(mappings)
     }
 
-    fn check_blocks(&self, shared: &Shared, mappings: &HashMap<u32, Vec<Vbn>>) -> Check {
+    /// Held blocks are claimed, mapped by nobody, and no two slots hold one.
+    fn check_holds(&self, mappings: &Mappings) -> std::result::Result<HashSet<u32>, Broken> {
+        let mut held = HashSet::new();
+        for (range, slot) in self.holds.largest() {
+            let open = lock(&self.slots[slot as usize]).open;
+            ensure!(open, "slot {slot} is closed and holds {range:?}");
+            for block in range {
+                ensure!(held.insert(block), "block {block} is held twice");
+                ensure!(
+                    !self.pool.is_empty(block) && self.pool.word(block) == Word::PRIVATE,
+                    "block {block} is held, and {:?}",
+                    self.pool.state(block)
+                );
+                ensure!(
+                    !mappings.blocks.contains_key(&block),
+                    "block {block} is held and mapped"
+                );
+            }
+        }
+        let total = self.holds.total();
+        ensure!(
+            total as usize == held.len(),
+            "{} blocks are held, counted are {total}",
+            held.len()
+        );
+        Ok(held)
+    }
+
+    fn check_blocks(&self, shared: &Shared, mappings: &Mappings, holds: &HashSet<u32>) -> Check {
         let mut count = States::default();
         let mut published = 0;
         for block in 0..self.config.span() {
             if block == self.null_block() {
-                let untouched = !mappings.contains_key(&block);
+                let untouched = !mappings.blocks.contains_key(&block);
                 ensure!(untouched, "the null block {block} is mapped");
                 continue;
             }
-            let (state, word) = (self.pool.state(block), self.pool.word(block));
-            let mapped = mappings.get(&block).map_or(&[][..], Vec::as_slice);
+            let (mut state, word) = (self.pool.state(block), self.pool.word(block));
+            let kept = holds.contains(&block);
+            if kept {
+                state = State::Empty;
+                count.held += 1;
+            }
+            let mapped = mappings.blocks.get(&block).copied().unwrap_or(0);
             let pins = shared.pins.get(&block).copied().unwrap_or(0);
             let moves = u32::from(shared.moving.contains_key(&block));
             match state {
@@ -159,25 +246,31 @@ impl Mmu {
                 State::Cached => word.references(),
                 _ => 0,
             };
-            let counted = mapped.len() as u32 + pins + moves;
+            let counted = mapped + pins + moves;
             ensure!(
                 held == counted,
-                "block {block} ({state:?}) has {held} references: {} mappings, {pins} pins and leases, {moves} moves",
-                mapped.len()
+                "block {block} ({state:?}) has {held} references: {mapped} mappings, {pins} pins and leases, {moves} moves"
             );
             ensure!(
                 state != State::InUse || held > 0,
                 "block {block} is in use without a reference"
             );
-            let mut reverse = Vec::new();
-            self.reverse.mappings(&shared.chains, block, &mut reverse);
-            reverse.sort_unstable();
-            let mut forward = mapped.to_vec();
-            forward.sort_unstable();
-            ensure!(
-                reverse == forward,
-                "block {block}: the reverse map says {reverse:?}, the tables say {forward:?}"
-            );
+            for page in self.reverse.pages_of(block) {
+                if page.1 << page.0 != block {
+                    continue;
+                }
+                let mut reverse = Vec::new();
+                self.reverse.entries(&shared.chains, page, &mut reverse);
+                reverse.sort_unstable();
+                let mut forward = mappings.pages.get(&page).cloned().unwrap_or_default();
+                forward.sort_unstable();
+                ensure!(
+                    reverse == forward,
+                    "page {} of order {}: the reverse map says {reverse:?}, the tables say {forward:?}",
+                    page.1,
+                    page.0
+                );
+            }
             let indexed = shared.index.is_published(block);
             ensure!(
                 indexed == word.is_published(),
@@ -199,7 +292,7 @@ impl Mmu {
                 "block {block} ({state:?}): evictable {evictable}, the index of it disagrees"
             );
             count.available += u32::from(evictable || state == State::Empty);
-            let stuck = state != State::Empty && self.must_be_stuck(shared, block);
+            let stuck = kept || state != State::Empty && self.must_be_stuck(shared, block);
             ensure!(
                 self.pool.is_stuck(block) == stuck,
                 "block {block} ({state:?}): stuck {stuck}, the index of it disagrees"
@@ -210,7 +303,7 @@ impl Mmu {
             );
         }
         self.pool.audit_credits().map_err(Broken)?;
-        let states = self.pool.states();
+        let states = self.states();
         ensure!(
             states == count,
             "counters say {states:?}, a recount {count:?}"
@@ -366,8 +459,11 @@ impl Mmu {
             if !current {
                 continue; // closed, or changed since: the next export will write it
             }
-            let mapped = self.table.blocks(seq.space, 0, blocks);
-            for (at, block) in mapped.enumerate() {
+            let first = seq.first.min(blocks);
+            let mut mapped = vec![self.null_block(); first as usize];
+            self.table
+                .append_blocks(seq.space, first, blocks, &mut mapped);
+            for (at, block) in mapped.into_iter().enumerate() {
                 let entry = buffers.block_table[row * width + at];
                 ensure!(
                     entry == block as i32,

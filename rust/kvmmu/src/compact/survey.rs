@@ -218,6 +218,7 @@ impl Mmu {
         let shared = self.shared();
         let mut movable = self.pool.movable_bits();
         self.remove_unsettled(&mut movable);
+        self.remove_huge(&mut movable);
         let cached = self.pool.evictable_bits();
         // Fenced blocks will be empty when their steps have ended: else the run that a pass has just
         // emptied would look occupied to the next pass.
@@ -239,6 +240,15 @@ impl Mmu {
             .filter(|&block| self.pool.is_evictable(block));
         let planned = planner(&snapshot, &mut oldest);
         (planned, cached)
+    }
+
+    /// Blocks of huge pages stay where they are.
+    fn remove_huge(&self, movable: &mut [u64]) {
+        for (at, bits) in movable.iter_mut().enumerate() {
+            if *bits != 0 && self.is_huge(at as u32 * 64) {
+                *bits = 0;
+            }
+        }
     }
 
     /// Blocks that a step in flight is writing stay where they are.

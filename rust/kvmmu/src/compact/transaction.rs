@@ -23,7 +23,7 @@
 use super::{Moves, Plan};
 use crate::error::{Error, Result};
 use crate::pool::{State, Word};
-use crate::state::{Mmu, Move, Shared, Vbn};
+use crate::state::{Mmu, Move, Shared};
 use crate::stats::count;
 use crate::sync::lock;
 
@@ -76,20 +76,28 @@ impl Mmu {
     fn may_move(&self, shared: &Shared, block: u32) -> bool {
         match self.pool.state(block) {
             State::Cached => !self.pool.is_stuck(block),
-            State::InUse => !self.pool.is_stuck(block) && !self.is_unsettled(shared, block),
+            State::InUse => {
+                !self.pool.is_stuck(block)
+                    && !self.is_huge(block)
+                    && !self.is_unsettled(shared, block)
+            }
             _ => false,
         }
     }
 
+    /// Whether somebody maps the window of a block by one huge page: moving parts of it would cost
+    /// a huge page to gain one.
+    pub(super) fn is_huge(&self, block: u32) -> bool {
+        self.config.page_orders.bits() >> 9 & 1 != 0 && self.reverse.is_mapped((9, block / 512))
+    }
+
     /// Whether a step in flight is about to write the block.
     fn is_unsettled(&self, shared: &Shared, block: u32) -> bool {
-        let mut mappings = Vec::new();
-        self.reverse.mappings(&shared.chains, block, &mut mappings);
-        mappings.iter().any(|vbn| {
-            let sequence = lock(&self.slots[vbn.slot() as usize]);
+        self.mappings(shared, block).iter().any(|&(slot, at)| {
+            let sequence = lock(&self.slots[slot as usize]);
             let mapped = self.blocks_for(sequence.tokens);
             let unsettled = sequence.unsettled(self.config.block_size, mapped);
-            unsettled.contains(&vbn.index())
+            unsettled.contains(&sequence.space.logical_of(at))
         })
     }
 
@@ -170,10 +178,10 @@ impl Mmu {
             ..
         } = m;
         shared.moving.remove(&source);
-        let mut mappings = Vec::new();
-        self.reverse.mappings(&shared.chains, source, &mut mappings);
-        for vbn in mappings {
-            self.repoint(vbn, source, destination);
+        for (slot, at) in self.mappings(shared, source) {
+            let mut sequence = lock(&self.slots[slot as usize]);
+            let index = sequence.space.logical_of(at);
+            self.remap(shared, slot, &mut sequence, index, (source, destination));
         }
         self.reverse.transfer(source, destination);
         self.tokens
@@ -195,12 +203,6 @@ impl Mmu {
             }
         }
         self.refresh_stuck(shared, destination);
-    }
-
-    fn repoint(&self, vbn: Vbn, source: u32, destination: u32) {
-        let mut sequence = lock(&self.slots[vbn.slot() as usize]);
-        let mapped = self.blocks_for(sequence.tokens);
-        self.remap(&mut sequence, mapped, vbn.index(), source, destination);
     }
 
     /// One move is taken back: the destination is empty again, the source loses the reference.

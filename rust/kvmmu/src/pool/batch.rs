@@ -53,6 +53,63 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         n - left
     }
 
+    /// With `n` blocks reserved: takes one run of them that begins at `at` modulo `align`. It lies in
+    /// windows that are partly used where it can, with `spare` empty blocks behind it if there is
+    /// such a place; a whole window is opened only while more than 5 % of the windows are whole.
+    pub(crate) fn take_tail(
+        &self,
+        n: u32,
+        spare: u32,
+        (align, at): (u32, u32),
+        zone: Zone,
+    ) -> Option<u32> {
+        let fits = |first: u32| first + (at.wrapping_sub(first) & (align - 1));
+        let room = |spare: u32| {
+            for zone in self.zones(zone) {
+                let partial = self.partial(&zone);
+                let end = (partial.end * Self::WINDOW).min(self.span);
+                let mut from = partial.start * Self::WINDOW;
+                let mut looks = 8 + n / 64;
+                let wanted = n + spare + align - 1;
+                while let Some(run) = self.find_run_near(wanted, from..end, &mut looks) {
+                    let first = fits(run);
+                    if self.take_range(first..first + n) {
+                        return Some(first);
+                    }
+                    // Taken meanwhile, or credits that are on their way.
+                    from = run + 1;
+                }
+            }
+            None
+        };
+        if let Some(first) = room(spare) {
+            return Some(first);
+        }
+        for zone in self.zones(zone) {
+            if self.vacant.count() <= self.windows() / KEPT {
+                break;
+            }
+            let open = |window| {
+                let first = fits(window * Self::WINDOW);
+                let end = (zone.end * Self::WINDOW).min(self.span);
+                let taken = self.is_whole(window)
+                    && first + n <= end
+                    && self.run_length(first, n) == n
+                    && self.take_range(first..first + n);
+                if taken {
+                    for window in window..(first + n).div_ceil(Self::WINDOW) {
+                        self.recheck_vacant(window);
+                    }
+                }
+                taken.then_some(first)
+            };
+            if let Some(first) = self.vacant.find_map(zone.clone(), self.small_from, open) {
+                return Some(first);
+            }
+        }
+        room(0)
+    }
+
     /// The windows of a zone before the first whole one, seen from the end where small claims go.
     fn partial(&self, zone: &Range<u32>) -> Range<u32> {
         let look = |window| self.is_whole(window).then_some(window);

@@ -46,13 +46,16 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Empties blocks, those that share a word by one exchange each. Those of them that were empty
     /// already are left alone and one of them is returned: another thread has released it.
     pub(crate) fn give(&self, home: &Home, blocks: &[u32]) -> Option<u32> {
+        self.give_each(home, Self::groups_of(blocks))
+    }
+
+    fn groups_of(blocks: &[u32]) -> impl Iterator<Item = Group> {
         let mut rest = blocks;
-        let groups = std::iter::from_fn(|| {
+        std::iter::from_fn(move || {
             let (group, n) = Self::group(rest)?;
             rest = &rest[n..];
             Some(group)
-        });
-        self.give_each(home, groups)
+        })
     }
 
     /// As [`Physical::give`].
@@ -61,21 +64,36 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         home: &Home,
         groups: impl Iterator<Item = Group>,
     ) -> Option<u32> {
-        let mut wrong = None;
         let mut sum = 0;
+        let wrong = self.clear_each(groups, |window, n| sum += self.credit(home, window, n));
+        self.deposit(home, sum);
+        wrong
+    }
+
+    /// As [`Physical::give`], but the blocks stay reserved for the caller.
+    pub(crate) fn give_reserved(&self, blocks: &[u32]) -> Option<u32> {
+        let raise = |window, n| self.raise(window, n, 0);
+        self.clear_each(Self::groups_of(blocks), raise)
+    }
+
+    /// Clears the bits of blocks; `cleared` hears how many of a window, and raises its credits.
+    fn clear_each(
+        &self,
+        groups: impl Iterator<Item = Group>,
+        mut cleared: impl FnMut(u32, u32),
+    ) -> Option<u32> {
+        let mut wrong = None;
         // The window at hand, whether its blocks may be touched, and how many were cleared.
         let (mut window, mut free, mut n) = (u32::MAX, false, 0);
-        let done = |window, n| {
+        let mut done = |window, n| {
             if n > 0 {
-                self.credit(home, window, n)
-            } else {
-                0
+                cleared(window, n);
             }
         };
         for group in groups {
             let here = Self::window_of(group.first);
             if here != window {
-                sum += done(window, n);
+                done(window, n);
                 (window, free, n) = (here, self.split(here), 0);
             }
             let at = (group.first / BITS) as usize;
@@ -95,8 +113,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 }
             }
         }
-        sum += done(window, n);
-        self.deposit(home, sum);
+        done(window, n);
         wrong
     }
 

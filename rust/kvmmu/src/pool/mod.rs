@@ -156,6 +156,44 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         }
     }
 
+    /// With a window reserved: claims the lowest whole one. For [`Placement::AddressOrder`].
+    pub(crate) fn take_window(&self, zone: Zone) -> Option<u32> {
+        self.physical.take_window(self.home(), zone)
+    }
+
+    /// With `n` blocks reserved: claims a run of them that begins at `at` modulo `align`, where
+    /// `spare` more blocks behind it are empty if there is such a place. For
+    /// [`Placement::AddressOrder`].
+    pub(crate) fn take_tail(
+        &self,
+        n: u32,
+        spare: u32,
+        (align, at): (u32, u32),
+        zone: Zone,
+    ) -> Option<u32> {
+        self.physical.take_tail(n, spare, (align, at), zone)
+    }
+
+    /// With `n` blocks reserved: claims a run of them, the lowest that is found. For
+    /// [`Placement::AddressOrder`].
+    pub(crate) fn take_run(&self, n: u32, zone: Zone) -> Option<u32> {
+        self.physical.take_run(n, zone)
+    }
+
+    /// How many blocks from `first` on look empty, `most` at most.
+    pub(crate) fn free_from(&self, first: u32, most: u32) -> u32 {
+        let most = most.min(self.span().saturating_sub(first));
+        self.physical.run_length(first, most)
+    }
+
+    /// Empties blocks that the caller owns alone and whose words are 0, and keeps as many
+    /// reserved. Not for [`Placement::Fifo`].
+    pub(crate) fn give_reserved(&self, blocks: &[u32]) {
+        debug_assert!(self.fifo.is_none());
+        let wrong = self.physical.give_reserved(blocks);
+        assert!(wrong.is_none(), "released block {wrong:?}, which was empty");
+    }
+
     /// Claims exactly this block if it is empty.
     pub(crate) fn take_exact(&self, block: u32) -> bool {
         self.claim_exact(block, 1)

@@ -253,6 +253,15 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         if !self.reserve(home, Self::WINDOW) {
             return None;
         }
+        let found = self.take_window(home, zone);
+        if found.is_none() {
+            self.deposit(home, Self::WINDOW); // undo
+        }
+        found
+    }
+
+    /// With a window reserved: claims the lowest whole one that is found.
+    pub(crate) fn take_window(&self, home: &Home, zone: Zone) -> Option<u32> {
         // Relaxed: a hint of this thread's own.
         let hint = home.page.load(Ordering::Relaxed);
         for zone in self.zones(zone) {
@@ -274,7 +283,6 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 return Some(window * Self::WINDOW);
             }
         }
-        self.deposit(home, Self::WINDOW); // undo
         None
     }
 

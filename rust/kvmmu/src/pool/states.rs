@@ -3,6 +3,9 @@
 //! What lives here: reading and changing words, the counts by state, the bitmaps that measuring
 //! and planning read. What never lives here: the layout of a word ([`super::word`]).
 
+use std::ops::Range;
+
+use super::word::{both_released, both_retained};
 use super::{Pool, State, Word};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -23,6 +26,8 @@ pub struct States {
     pub offline: u32,
     /// `empty` + the cached ones that may be evicted now.
     pub available: u32,
+    /// Of `empty`: kept behind sequences to grow into, until somebody else needs them.
+    pub held: u32,
 }
 
 impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
@@ -133,6 +138,57 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         Ok(())
     }
 
+    /// One more holder of each block of a range, neighbours two at a time where both are plainly in
+    /// use; `other` hears of the rest. Under the lock that guards the words of shared blocks; no
+    /// block of the range is anybody's who works without it.
+    pub(crate) fn retain_pairs(&self, blocks: Range<u32>, other: impl FnMut(u32)) {
+        self.change_pairs(blocks, both_retained, other);
+    }
+
+    /// One holder less of each block, where both of two neighbours keep one; else as
+    /// [`Pool::retain_pairs`].
+    pub(crate) fn release_pairs(&self, blocks: Range<u32>, other: impl FnMut(u32)) {
+        self.change_pairs(blocks, both_released, other);
+    }
+
+    fn change_pairs(
+        &self,
+        blocks: Range<u32>,
+        change: impl Fn(u64) -> Option<u64>,
+        mut other: impl FnMut(u32),
+    ) {
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let cell = &self.words[at as usize / 2];
+            let two = at.is_multiple_of(2) && at + 1 < blocks.end;
+            // Relaxed, both: the lock hands the words on, and nobody changes them without it.
+            match two.then(|| change(cell.load(Ordering::Relaxed))).flatten() {
+                Some(new) => {
+                    cell.store(new, Ordering::Relaxed);
+                    at += 2;
+                }
+                None => {
+                    other(at);
+                    at += 1;
+                }
+            }
+        }
+    }
+
+    /// Whether the words of all blocks of a range are 0: private, as their owner knows that they are
+    /// not empty.
+    pub(crate) fn all_private(&self, blocks: Range<u32>) -> bool {
+        if !blocks.start.is_multiple_of(2) || !blocks.end.is_multiple_of(2) {
+            return blocks
+                .into_iter()
+                .all(|block| self.word(block) == Word::PRIVATE);
+        }
+        // Relaxed: the words of private blocks are their owner's; any other is not 0.
+        let or = |or, pair: &AtomicU64| or | pair.load(Ordering::Relaxed);
+        let pairs = &self.words[blocks.start as usize / 2..blocks.end as usize / 2];
+        pairs.iter().fold(0, or) == 0
+    }
+
     fn recount(&self, old: Word, new: Word) {
         if old.same_state(new) {
             return;
@@ -198,7 +254,21 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// Enters a block into the stuck index, or takes it out.
     pub(crate) fn set_stuck(&self, block: u32, on: bool) {
-        set_bit(&self.stuck, block, on);
+        if self.is_stuck(block) != on {
+            set_bit(&self.stuck, block, on);
+        }
+    }
+
+    /// Takes the blocks of a range out of the stuck index.
+    pub(crate) fn unstick(&self, blocks: Range<u32>) {
+        for at in blocks.start / 64..blocks.end.div_ceil(64) {
+            // Relaxed: the caller owns the blocks, and asks about their bits alone.
+            if self.stuck[at as usize].load(Ordering::Relaxed) != 0 {
+                for block in blocks.start.max(at * 64)..blocks.end.min((at + 1) * 64) {
+                    self.set_stuck(block, false);
+                }
+            }
+        }
     }
 
     pub(crate) fn is_stuck(&self, block: u32) -> bool {
@@ -223,6 +293,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             fenced,
             offline,
             available: empty + self.num_evictable(),
+            held: 0,
         }
     }
 
@@ -273,6 +344,46 @@ impl Pool {
             *bits.last_mut().expect("a pool has at least one block") &= !(!0 << rest);
         }
         bits
+    }
+
+    /// Empty and evictable blocks of a window.
+    pub(crate) fn available_in(&self, window: u32) -> u32 {
+        self.window(window)
+            .map(|(line, evictable)| (!line | evictable).count_ones())
+            .sum()
+    }
+
+    /// Windows in which every block is empty or evictable: (evictable, window).
+    pub(crate) fn idle_windows(&self) -> Vec<(u32, u32)> {
+        let cached = |window| {
+            let mut cached = 0;
+            for (line, evictable) in self.window(window) {
+                if line & !evictable != 0 {
+                    return None;
+                }
+                cached += evictable.count_ones();
+            }
+            Some((cached, window))
+        };
+        (0..self.physical.span / 512).filter_map(cached).collect()
+    }
+
+    /// Lines of a window, and the bits of its evictable blocks.
+    fn window(&self, window: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let words = window as usize * 8..(window as usize + 1) * 8;
+        let none = std::iter::repeat(0);
+        // Acquire: pairs with the claim or release that changed the bit. Relaxed: an index.
+        let lines = words
+            .clone()
+            .map(|at| self.physical.lines[at].load(Ordering::Acquire));
+        let end = words.end.min(self.evictable.len());
+        let evictable = self.evictable[words.start.min(end)..end].iter();
+        lines.zip(evictable.map(|ev| ev.load(Ordering::Relaxed)).chain(none))
+    }
+
+    /// Windows that the index of whole ones shows.
+    pub(crate) fn whole_windows(&self) -> u32 {
+        self.physical.vacant.count()
     }
 
     /// The lines, as far as there are blocks.

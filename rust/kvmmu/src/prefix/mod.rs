@@ -235,6 +235,11 @@ impl Index {
         id
     }
 
+    /// The first published block with the content of this one.
+    pub(crate) fn first_with(&self, block: u32) -> u32 {
+        self.nodes[self.node_of[block as usize] as usize].block
+    }
+
     /// Takes a block out. If it was the last with its content, everything behind it leaves too;
     /// those blocks are appended to `dropped`.
     pub(crate) fn withdraw(&mut self, block: u32, dropped: &mut Vec<u32>) {

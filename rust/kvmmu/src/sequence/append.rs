@@ -2,7 +2,6 @@
 
 use super::write::Row;
 use crate::error::Result;
-use crate::pool::{Fit, Zone};
 use crate::state::Mmu;
 
 impl Mmu {
@@ -16,7 +15,7 @@ impl Mmu {
         let (from, space) = (sequence.tokens, sequence.space);
         let blocks = self.checked_blocks(from, tokens.len())?;
         let mapped = self.blocks_for(from);
-        self.table.reserve(space, mapped, blocks)?;
+        self.table.reserve(slot, space, mapped, blocks)?;
 
         let to = from + tokens.len() as u32;
         let row = Row {
@@ -27,24 +26,27 @@ impl Mmu {
             to,
             tokens_after: to,
             writes: Vec::new(),
+            fresh: Vec::new(),
         };
         let mut rows = [row];
         let mut shared = None;
         let needed = self.plan_writes(&mut rows, &mut shared);
-        let reserved = match self.reserve_with(needed, &mut shared) {
+        let reserved = match self.reserve_with(needed.copies + needed.growth, &mut shared) {
             Ok(reserved) => reserved,
             Err(error) => {
+                self.shrink_back(&mut rows);
                 self.table.trim(space, mapped, blocks);
                 return Err(error);
             }
         };
-        let fresh = self.take(reserved, (Zone::Body, Fit::Together), shared.as_deref_mut());
+        let claim = self.complete(reserved, shared.as_deref_mut());
+        let into = self.claim_rows(&mut rows, &needed, claim);
         let mut copies = Vec::new();
         self.grow(
             None,
             &mut rows[0],
             shared.as_deref_mut(),
-            &mut &fresh[..],
+            &mut into.into_iter(),
             Some(tokens),
             &mut copies,
         );

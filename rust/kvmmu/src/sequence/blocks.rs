@@ -19,6 +19,13 @@ impl Mmu {
         }
     }
 
+    /// Whether a block is kept behind a sequence to grow into.
+    fn is_held(&self, block: u32) -> bool {
+        self.pool.is_stuck(block)
+            && self.holds.total() > 0
+            && (self.holds.largest().iter()).any(|(held, _)| held.contains(&block))
+    }
+
     /// Takes one reference on each block, which must be in use or cached: it stays where it is and
     /// what it is until [`Mmu::unpin`]. A block may be listed several times. All or nothing.
     pub fn pin(&self, blocks: &[i64]) -> Result<()> {
@@ -27,7 +34,7 @@ impl Mmu {
         for &block in blocks {
             let block = self.checked(block)?;
             let pinnable = match self.pool.state(block) {
-                State::InUse => self.pool.word(block).holders() > 0,
+                State::InUse => self.pool.word(block).holders() > 0 && !self.is_held(block),
                 state => state == State::Cached,
             };
             if !pinnable {
@@ -61,7 +68,7 @@ impl Mmu {
         if self.pool.word(block).is_moving() {
             self.drop_move(shared, block);
         }
-        self.retain(shared, block, None);
+        self.retain(shared, block);
         *shared.pins.entry(block).or_insert(0) += 1;
         self.refresh_stuck(shared, block);
     }
@@ -116,16 +123,11 @@ impl Mmu {
     pub fn evict(&self, n: u32) -> u32 {
         let _rest = self.rest();
         let mut shared = self.shared();
-        let mut spare = Vec::new();
-        while (spare.len() as u32) < n {
-            let Some(block) = self.next_victim(&shared) else {
-                break;
-            };
-            self.evict_block(&mut shared, block, &mut spare);
-            spare.push(block);
-        }
-        self.pool.give(&spare);
-        spare.len() as u32
+        let n = n.min(self.pool.num_evictable());
+        let (mut evicted, spare) = self.evict_oldest(&mut shared, n);
+        evicted.extend(spare);
+        self.pool.give(&evicted);
+        evicted.len() as u32
     }
 
     /// References (mappings, pins, moves) of each block.
@@ -133,7 +135,7 @@ impl Mmu {
         let _gate = self.enter();
         let each = |&block| {
             let block = self.checked(block)?;
-            let empty = self.pool.is_empty(block);
+            let empty = self.pool.is_empty(block) || self.is_held(block);
             Ok(if empty {
                 0
             } else {
@@ -146,6 +148,10 @@ impl Mmu {
     /// The state of a block.
     pub fn state_of(&self, block: i64) -> Result<State> {
         let _gate = self.enter();
-        Ok(self.pool.state(self.checked(block)?))
+        let block = self.checked(block)?;
+        Ok(match self.is_held(block) {
+            true => State::Empty,
+            false => self.pool.state(block),
+        })
     }
 }

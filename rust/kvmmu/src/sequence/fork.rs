@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::pool::MAX_REFERENCES;
-use crate::state::{Mmu, Sequence, Vbn, id};
+use crate::state::{Mmu, Sequence, id};
 use crate::stats::count;
 
 impl Mmu {
@@ -11,19 +11,18 @@ impl Mmu {
     pub fn fork(&self, parent: i64) -> Result<i64> {
         let _gate = self.enter();
         let (_, parent) = self.sequence(parent)?;
-        let mapped = self.blocks_for(parent.tokens);
+        let (first, mapped) = (parent.first, self.blocks_for(parent.tokens));
         let (slot, mut child) = self.take_slot()?;
-        if let Err(error) = self.table.reserve(child.space, 0, mapped) {
+        child.space = self.table.shift(slot, child.space, parent.space.offset());
+        if let Err(error) = self.table.reserve(slot, child.space, first, mapped) {
             self.give_slot(slot, child);
             return Err(error);
         }
-        let blocks: Vec<u32> = self.table.blocks(parent.space, 0, mapped).collect();
         let mut shared = self.shared();
-        if blocks
-            .iter()
-            .any(|&block| self.pool.word(block).references() == MAX_REFERENCES)
-        {
-            self.table.trim(child.space, 0, mapped);
+        let pages = || self.table.pages(parent.space, first, mapped);
+        let full = |block| self.pool.word(block).references() == MAX_REFERENCES;
+        if pages().any(|page| page.blocks().any(full)) {
+            self.table.trim(child.space, first, mapped);
             self.give_slot(slot, child);
             let limit = u64::from(MAX_REFERENCES);
             return Err(Error::LimitExceeded {
@@ -32,11 +31,15 @@ impl Mmu {
                 limit,
             });
         }
-        for (index, &block) in (0..).zip(&blocks) {
-            self.retain(&mut shared, block, Some(Vbn::new(slot, index)));
+        for page in pages() {
+            self.retain_range(&mut shared, page.blocks());
+            let loc = self
+                .table
+                .map(child.space, page.index, page.block, page.order);
+            self.reverse
+                .add(&mut shared.chains, (page.order, page.number()), loc);
         }
         drop(shared);
-        self.table.map(child.space, 0, &blocks);
         *child = Sequence {
             generation: child.generation,
             open: true,
@@ -49,6 +52,9 @@ impl Mmu {
             unknown_from: parent.unknown_from,
             published: parent.published,
             version: 0,
+            first,
+            orders: parent.orders,
+            pages: parent.pages,
             runs: parent.runs,
             last: parent.last,
             keys: parent.keys.clone(),

@@ -26,13 +26,19 @@ impl Mmu {
                 sequence.tokens
             )));
         }
+        let released = sequence.first * self.config.block_size;
+        if from < released && from < to {
+            return Err(Error::InvalidConfig(format!(
+                "lease of tokens {from} to {to}: the first {released} were released"
+            )));
+        }
         let first = from / self.config.block_size;
         let last = if from == to {
             first // no token, no block
         } else {
             self.blocks_for(to)
         };
-        let blocks: Vec<u32> = self.table.blocks(sequence.space, first, last).collect();
+        let blocks = self.table.blocks(sequence.space, first, last);
         let mut shared = self.shared();
         for &block in &blocks {
             self.hold(&mut shared, block);

@@ -1,30 +1,51 @@
 //! Looking at sequences without changing them.
 
 use crate::error::{Error, Result};
-use crate::state::{Mmu, Sequence, SequenceInfo, id};
+use crate::state::{Mmu, Sequence, SequenceInfo, id, parse};
 use crate::sync::{Mutex, try_lock};
 
 impl Mmu {
     /// Numbers about one sequence.
     pub fn info(&self, id: i64) -> Result<SequenceInfo> {
         let _gate = self.enter();
-        let (_, sequence) = self.sequence(id)?;
+        let (slot, sequence) = self.sequence(id)?;
+        let mapped = self.blocks_for(sequence.tokens);
         Ok(SequenceInfo {
             num_tokens: sequence.tokens,
             num_cached_tokens: sequence.cached,
             num_scheduled: sequence.scheduled,
             num_written: sequence.written,
-            num_blocks: self.blocks_for(sequence.tokens),
+            num_blocks: mapped,
             num_runs: sequence.runs,
+            num_released: sequence.first,
+            pages: sequence.pages,
+            regions: sequence.regions(mapped),
+            held: self.holds.of(slot).len() as u32,
         })
     }
 
-    /// Physical blocks of a sequence, in order.
+    /// Physical blocks of a sequence, in order; the null block for those released from its front.
     pub fn block_table(&self, id: i64) -> Result<Vec<u32>> {
         let _gate = self.enter();
         let (_, sequence) = self.sequence(id)?;
         let mapped = self.blocks_for(sequence.tokens);
-        Ok(self.table.blocks(sequence.space, 0, mapped).collect())
+        let mut blocks = vec![self.null_block(); sequence.first as usize];
+        let from = sequence.first;
+        self.table
+            .append_blocks(sequence.space, from, mapped, &mut blocks);
+        Ok(blocks)
+    }
+
+    /// Physical block of a logical block, without any lock and whatever is going on: `None` when
+    /// nothing is mapped there, or the sequence is not open. It was true at some moment of the call.
+    pub fn look(&self, id: i64, index: u32) -> Option<u32> {
+        let (generation, slot) = parse(id)?;
+        if !self.is_open(slot, generation) {
+            return None;
+        }
+        let block = self.table.look(slot, index);
+        // Still the same sequence: then the entry was its own.
+        block.filter(|_| self.is_open(slot, generation))
     }
 
     /// Token positions to slots (physical block x block size + offset).
@@ -32,13 +53,14 @@ impl Mmu {
         let _gate = self.enter();
         let (_, sequence) = self.sequence(id)?;
         let size = self.config.block_size;
+        let released = sequence.first * size;
         let each = |&position| match u32::try_from(position) {
-            Ok(at) if at < sequence.tokens => {
+            Ok(at) if (released..sequence.tokens).contains(&at) => {
                 let block = self.table.block(sequence.space, at / size);
                 Ok(i64::from(block) * i64::from(size) + i64::from(at % size))
             }
             _ => Err(Error::InvalidConfig(format!(
-                "position {position}: the sequence has tokens 0 to {}",
+                "position {position}: the sequence has tokens {released} to {}",
                 i64::from(sequence.tokens) - 1
             ))),
         };

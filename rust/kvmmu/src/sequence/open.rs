@@ -1,10 +1,38 @@
 //! `open`: a new sequence for a prompt, all of its blocks at once. And the questions before it.
 
+use super::place::Part;
+use crate::config::PageOrders;
 use crate::error::{Error, Result};
-use crate::pool::{Fit, Zone};
+use crate::pool::Zone;
 use crate::prefix::Keys;
-use crate::state::{Mmu, Sequence, Shared, Vbn, id};
+use crate::state::{Mmu, NONE, Sequence, Shared, id, runs_behind};
 use crate::stats::count;
+
+/// How [`Mmu::open_with`] places a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Opening {
+    /// Where its new blocks should lie.
+    pub zone: Zone,
+    /// Page sizes that the sequence may use, whatever its length; `None`: those that its length
+    /// allows.
+    pub page_orders: Option<PageOrders>,
+    /// Refuse the prompt unless each complete region of 512 blocks is a huge page. Only whole huge
+    /// pages of a cached prefix are used then.
+    pub require_huge: bool,
+    /// Refuse the prompt unless its first tokens, so many or all, lie in one run of blocks.
+    pub contiguous: u32,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        Self {
+            zone: Zone::Body,
+            page_orders: None,
+            require_huge: false,
+            contiguous: 0,
+        }
+    }
+}
 
 /// Whether [`Mmu::open`] would succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,16 +68,27 @@ impl Mmu {
     /// The longest cached prefix of full blocks is mapped; at least the last token is left to
     /// compute. Returns the id of the sequence.
     pub fn open(&self, tokens: &[i32], keys: Keys) -> Result<i64> {
-        self.open_in(Zone::Body, tokens, keys)
+        self.open_with(tokens, keys, Opening::default())
     }
 
     /// As [`Mmu::open`], with a preference where the new blocks lie: [`Zone::Anchor`] for a prompt
     /// that is expected to be shared and to stay, like a system prompt.
     pub fn open_in(&self, zone: Zone, tokens: &[i32], keys: Keys) -> Result<i64> {
+        let opening = Opening {
+            zone,
+            ..Opening::default()
+        };
+        self.open_with(tokens, keys, opening)
+    }
+
+    /// As [`Mmu::open`], placed as the caller wants it. [`Error::Fragmented`] when the shape that
+    /// was asked for is not to be had.
+    pub fn open_with(&self, tokens: &[i32], keys: Keys, opening: Opening) -> Result<i64> {
         let _gate = self.enter();
         let blocks = self.checked_blocks(0, tokens.len())?;
+        self.check_orders(opening.page_orders)?;
         let (slot, mut sequence) = self.take_slot()?;
-        let opened = self.fill(slot, &mut sequence, blocks, zone, tokens, keys);
+        let opened = self.fill(slot, &mut sequence, blocks, tokens, keys, opening);
         let id = id(sequence.generation, slot);
         match opened {
             Ok(()) => Ok(id),
@@ -58,6 +97,18 @@ impl Mmu {
                 Err(error)
             }
         }
+    }
+
+    fn check_orders(&self, orders: Option<PageOrders>) -> Result<()> {
+        let Some(orders) = orders else { return Ok(()) };
+        let pool = self.config.page_orders;
+        if let Some(order) = orders.iter().find(|&order| pool.bits() >> order & 1 == 0) {
+            return Err(Error::InvalidConfig(format!(
+                "page order {order} of a sequence: the pool has {:?}",
+                pool.iter().collect::<Vec<_>>()
+            )));
+        }
+        Ok(())
     }
 
     /// Blocks of a sequence that grows from `tokens` by `more`, if it may.
@@ -80,41 +131,88 @@ impl Mmu {
         slot: u32,
         sequence: &mut Sequence,
         blocks: u32,
-        zone: Zone,
         tokens: &[i32],
         keys: Keys,
+        opening: Opening,
     ) -> Result<()> {
-        self.table.reserve(sequence.space, 0, blocks)?;
         let mut shared = self.shared();
         let limit = self.matchable(tokens.len());
-        let matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
-        let needed = blocks - matched.len() as u32;
-        let reserved = match self.reserve(&shared, needed, self.evictable_among(&matched)) {
-            Ok(reserved) => reserved,
-            Err(error) => {
-                self.table.trim(sequence.space, 0, blocks);
-                return Err(error);
-            }
-        };
-        // Referenced before anything is evicted for it.
-        for (index, &block) in (0..).zip(&matched) {
-            self.retain(&mut shared, block, Some(Vbn::new(slot, index)));
+        let mut matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
+        let orders = (opening.page_orders).map(PageOrders::bits);
+        let allowed = orders.unwrap_or_else(|| self.orders_for(tokens.len() as u32));
+        let contiguous = self.blocks_for(opening.contiguous).min(blocks);
+        let strict = opening.require_huge || contiguous > 0;
+        if contiguous > 0
+            && runs_behind(NONE, &matched[..matched.len().min(contiguous as usize)]) > 1
+            || contiguous as usize > matched.len()
+        {
+            matched.clear();
         }
-        let fresh = self.take(reserved, (zone, Fit::Together), Some(&mut shared));
+        if opening.require_huge {
+            matched.truncate(whole_pages(&matched));
+        }
+        let start = matched.len() as u32;
+        let offset = match opening.require_huge {
+            true => 0,
+            false => self.offset(&matched, blocks, allowed),
+        };
+        let mut space = self.table.shift(slot, sequence.space, offset);
+        if offset > 0 && self.table.reserve(slot, space, 0, blocks).is_err() {
+            // One table less may do.
+            space = self.table.shift(slot, space, 0);
+        }
+        sequence.space = space;
+        sequence.orders = orders;
+        let part = Part {
+            at: space.virtual_of(start),
+            n: blocks - start,
+            orders: allowed,
+            zone: opening.zone,
+            contiguous: if start == 0 { contiguous } else { 0 },
+        };
+        let protected = self.evictable_among(&matched);
+        if let Err(error) = self.check_room(&shared, part, protected, opening.require_huge) {
+            self.table.trim(space, 0, blocks);
+            return Err(error);
+        }
+        self.table.reserve(slot, space, 0, blocks)?;
+
+        // Referenced before anything is evicted for it.
+        for run in runs(&matched) {
+            self.retain_range(&mut shared, run);
+        }
+        self.make_windows(&mut shared, part.regions());
+        let mut fresh = Vec::with_capacity(part.n as usize);
+        let placed = self.reserve(&shared, part.n, 0).and_then(|reserved| {
+            let mut claim = self.complete(reserved, Some(&mut shared));
+            let placed = self.place(&mut claim, part, strict, &mut fresh);
+            placed.map_err(|missing| {
+                self.give_up(claim);
+                self.pool.refusal(missing.run)
+            })
+        });
+        if let Err(error) = placed {
+            let mut empty = Vec::new();
+            for &block in matched.iter().rev() {
+                self.release(&mut shared, None, block, &mut empty);
+            }
+            debug_assert!(empty.is_empty(), "matched blocks are published");
+            self.table.trim(space, 0, blocks);
+            return Err(error);
+        }
+        self.map_shared(&mut shared, sequence, 0, &matched, allowed);
         drop(shared);
 
-        let start = matched.len() as u32;
-        self.table.map(sequence.space, 0, &matched);
-        self.table.map(sequence.space, start, &fresh);
+        self.map_private(sequence, start, &fresh, allowed);
         let chunks = tokens
             .chunks(self.config.block_size as usize)
             .skip(matched.len());
-        for ((index, &block), tokens) in (start..).zip(&fresh).zip(chunks) {
-            self.reverse.set_only(block, Vbn::new(slot, index));
+        for (&block, tokens) in fresh.iter().zip(chunks) {
             self.tokens.store(block, 0, tokens);
         }
-        sequence.extended_by(&matched);
-        sequence.extended_by(&fresh);
+        if let Some(&last) = fresh.last() {
+            self.hold_behind(slot, last);
+        }
         sequence.tokens = tokens.len() as u32;
         sequence.cached = start * self.config.block_size;
         sequence.scheduled = sequence.cached;
@@ -126,6 +224,46 @@ impl Mmu {
         count(&self.stats.prefix_queried_blocks, limit);
         count(&self.stats.prefix_hit_blocks, matched.len());
         Ok(())
+    }
+
+    /// Refuses what cannot be, before anything changes.
+    fn check_room(&self, shared: &Shared, part: Part, protected: u32, huge: bool) -> Result<()> {
+        let reserved = self.reserve(shared, part.n, protected)?;
+        self.unreserve(reserved);
+        let regions = part.regions();
+        if huge && regions > 0 {
+            let idle = self.pool.idle_windows().len() as u32 + self.windows_of_holds();
+            if part.orders >> 9 & 1 == 0 || idle < regions {
+                return Err(self.pool.refusal(regions * 512));
+            }
+        }
+        Ok(())
+    }
+
+    /// Virtual block of the first logical one. A sequence takes the alignment of the last page of
+    /// its cached prefix that it can map as a whole, for the largest order that has one; else its
+    /// own part begins aligned, if it is long enough for a page of that order.
+    fn offset(&self, matched: &[u32], blocks: u32, orders: u32) -> u32 {
+        let own = blocks - matched.len() as u32;
+        for order in (1..10).rev().filter(|&order| orders >> order & 1 != 0) {
+            let size = 1 << order;
+            if size - 1 > self.config.most_shift() {
+                continue;
+            }
+            let mut at = 0;
+            let mut donor = None;
+            for run in runs(matched) {
+                if run.start.next_multiple_of(size) + size <= run.end {
+                    donor = Some(run.start.wrapping_sub(at) & (size - 1));
+                }
+                at += run.len() as u32;
+            }
+            let aligned = (own >= size).then(|| (matched.len() as u32).wrapping_neg() & (size - 1));
+            if let Some(offset) = donor.or(aligned) {
+                return offset;
+            }
+        }
+        0
     }
 
     /// Full blocks of a prompt that may come from the cache: the last token is always computed.
@@ -190,4 +328,17 @@ impl Mmu {
             num_cached_tokens: matched.len() as u32 * self.config.block_size,
         }
     }
+}
+
+/// The runs of consecutive blocks.
+fn runs(blocks: &[u32]) -> impl Iterator<Item = std::ops::Range<u32>> + '_ {
+    blocks
+        .chunk_by(|&a, &b| a + 1 == b)
+        .map(|run| run[0]..run[0] + run.len() as u32)
+}
+
+/// How many of the first blocks are whole huge pages.
+fn whole_pages(blocks: &[u32]) -> usize {
+    let whole = |page: &&[u32]| page[0].is_multiple_of(512) && runs_behind(NONE, page) == 1;
+    512 * blocks.chunks_exact(512).take_while(whole).count()
 }

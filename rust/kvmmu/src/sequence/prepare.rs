@@ -4,7 +4,6 @@
 use super::rows::{RowBuffers, Rows, write_slots};
 use super::write::Row;
 use crate::error::{Error, Result};
-use crate::pool::{Fit, Zone};
 use crate::state::{Entry, Mmu, Shared};
 use crate::sync::MutexGuard;
 
@@ -46,11 +45,12 @@ impl Mmu {
 
         let mut done = 0;
         let claimed = self.claim_for(step, &mut batch, &mut done);
-        let (mut shared, fresh, mut steps) = match claimed {
+        let (mut shared, into, mut steps) = match claimed {
             Ok(claimed) => claimed,
             Err(error) => {
+                self.shrink_back(&mut batch);
                 for row in &batch[..done] {
-                    let (from, to) = self.growth(row);
+                    let (from, to) = self.extent(row);
                     self.table.trim(row.sequence.space, from, to);
                 }
                 return Err(error);
@@ -59,7 +59,7 @@ impl Mmu {
 
         // From here on nothing fails.
         let mut copies = Vec::new();
-        let (mut fresh, mut tokens) = (&fresh[..], new_tokens);
+        let (mut into, mut tokens) = (into.into_iter(), new_tokens);
         let step_state = steps.get(step).expect("checked by the claim");
         step_state.prepared = true;
         let entries = &mut step_state.entries;
@@ -83,7 +83,7 @@ impl Mmu {
                 Some(step),
                 row,
                 shared.as_deref_mut(),
-                &mut fresh,
+                &mut into,
                 own,
                 &mut copies,
             );
@@ -140,13 +140,14 @@ impl Mmu {
                 to,
                 tokens_after,
                 writes: Vec::new(),
+                fresh: Vec::new(),
             });
         }
         Ok(batch)
     }
 
     /// Blocks that a row has, and will have.
-    fn growth(&self, row: &Row<'_>) -> (u32, u32) {
+    fn extent(&self, row: &Row<'_>) -> (u32, u32) {
         (
             self.blocks_for(row.sequence.tokens),
             self.blocks_for(row.tokens_after),
@@ -167,25 +168,21 @@ impl Mmu {
         MutexGuard<'a, crate::state::Steps>,
     )> {
         for row in batch.iter() {
-            let (from, to) = self.growth(row);
-            self.table.reserve(row.sequence.space, from, to)?;
+            let (from, to) = self.extent(row);
+            self.table.reserve(row.slot, row.sequence.space, from, to)?;
             *done += 1;
         }
         let mut shared = None;
         let needed = self.plan_writes(batch, &mut shared);
-        let reserved = self.reserve_with(needed, &mut shared)?;
+        let reserved = self.reserve_with(needed.copies + needed.growth, &mut shared)?;
         let mut steps = self.steps();
         if let Err(error) = steps.get(step) {
-            self.pool.unreserve(reserved.0);
+            self.unreserve(reserved);
             return Err(error);
         }
-        // Decoding takes a block here and there; a long prompt's part takes many at once.
-        let fit = match needed as usize > batch.len() {
-            true => Fit::Together,
-            false => Fit::Apart,
-        };
-        let fresh = self.take(reserved, (Zone::Body, fit), shared.as_deref_mut());
-        Ok((shared, fresh, steps))
+        let claim = self.complete(reserved, shared.as_deref_mut());
+        let into = self.claim_rows(batch, &needed, claim);
+        Ok((shared, into, steps))
     }
 
     /// Brings rows and lengths up to date for these sequences, without scheduling anything. The

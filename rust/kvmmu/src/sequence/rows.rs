@@ -213,8 +213,10 @@ impl Rows {
         if from + 1 == blocks {
             entries[from as usize] = sequence.last as i32;
         } else if from < blocks {
-            let mapped = mmu.table.blocks(sequence.space, from, blocks);
-            for (entry, block) in entries[from as usize..].iter_mut().zip(mapped) {
+            let first = sequence.first.max(from);
+            entries[from as usize..first as usize].fill(self.null_block as i32);
+            let mapped = mmu.table.blocks(sequence.space, first, blocks);
+            for (entry, block) in entries[first as usize..].iter_mut().zip(mapped) {
                 *entry = block as i32;
             }
         }

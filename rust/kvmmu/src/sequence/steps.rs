@@ -8,6 +8,7 @@
 //! finished it.
 
 use crate::error::{Error, Result};
+use crate::pool::Word;
 use crate::state::{Entry, Mmu, Sequence, Shared};
 use crate::stats::count;
 use crate::sync::MutexGuard;
@@ -19,6 +20,19 @@ struct Unsettled<'a> {
     /// Index into `sequences` of each entry.
     owners: Vec<Option<usize>>,
     sequences: Vec<MutexGuard<'a, Sequence>>,
+}
+
+impl Unsettled<'_> {
+    /// Slot of each of the sequences.
+    fn slots(&self) -> Vec<u32> {
+        let mut slots = vec![0; self.sequences.len()];
+        for (entry, owner) in self.entries.iter().zip(&self.owners) {
+            if let Some(owner) = *owner {
+                slots[owner] = entry.slot;
+            }
+        }
+        slots
+    }
 }
 
 impl Mmu {
@@ -61,12 +75,22 @@ impl Mmu {
         }
         let size = self.config.block_size;
         let mut shared = None;
-        for (sequence, written) in held.sequences.iter_mut().zip(expected) {
+        let slots = held.slots();
+        for ((sequence, written), slot) in held.sequences.iter_mut().zip(expected).zip(slots) {
+            let before = sequence.written;
             sequence.written = written;
             sequence.settle();
             let full = written.min(sequence.unknown_from) / size;
             if self.config.prefix_caching && full > sequence.published {
-                self.publish(sequence, full, shared.get_or_insert_with(|| self.shared()));
+                let shared = shared.get_or_insert_with(|| self.shared());
+                self.publish(slot, sequence, full, shared);
+            }
+            // Pages that have become complete.
+            let (from, to) = (before / size, written / size);
+            let orders = self.orders_of(sequence, sequence.tokens);
+            if from < to && orders != 1 {
+                let shared = shared.get_or_insert_with(|| self.shared());
+                self.promote(shared, sequence, from, to, orders);
             }
         }
         drop(shared);
@@ -75,21 +99,68 @@ impl Mmu {
     }
 
     /// Offers the blocks of a sequence up to `full` to the prefix index.
-    fn publish(&self, sequence: &mut Sequence, full: u32, shared: &mut Shared) {
+    fn publish(&self, slot: u32, sequence: &mut Sequence, full: u32, shared: &mut Shared) {
         let first = sequence.published;
+        if first > 0 && first <= sequence.first {
+            return; // the block that the next would stand behind was released
+        }
         let mut parent = (first > 0).then(|| self.table.block(sequence.space, first - 1));
-        for (index, block) in (first..full).zip(self.table.blocks(sequence.space, first, full)) {
+        for (index, mut block) in (first..full).zip(self.table.blocks(sequence.space, first, full))
+        {
             if !shared.index.is_published(block) {
                 let key = sequence.key(index);
                 if !shared.index.publish(&self.tokens, block, parent, key) {
                     break; // the chain is broken: nothing behind it could be found
                 }
-                self.pool.set_word(block, self.pool.word(block).published());
-                count(&self.stats.published_blocks, 1);
+                match self.equal_block(shared, block) {
+                    Some(first) => {
+                        self.merge(slot, sequence, shared, index, (block, first));
+                        block = first;
+                    }
+                    None => {
+                        self.pool.set_word(block, self.pool.word(block).published());
+                        count(&self.stats.published_blocks, 1);
+                    }
+                }
             }
             parent = Some(block);
             sequence.published = index + 1;
         }
+    }
+
+    /// A block with the same content that was published before, which a private block is to be given
+    /// up for.
+    fn equal_block(&self, shared: &Shared, block: u32) -> Option<u32> {
+        if !self.config.dedup || self.pool.word(block) != Word::PRIVATE {
+            return None;
+        }
+        let first = shared.index.first_with(block);
+        let wanted = first != block
+            && !shared.awaited.contains_key(&block)
+            && self.pool.word(first).retained().is_some();
+        wanted.then_some(first)
+    }
+
+    /// Maps the block that was known first, and gives up the one that was just entered behind it.
+    fn merge(
+        &self,
+        slot: u32,
+        sequence: &mut Sequence,
+        shared: &mut Shared,
+        index: u32,
+        (block, first): (u32, u32),
+    ) {
+        let mut dropped = Vec::new();
+        shared.index.withdraw(block, &mut dropped);
+        debug_assert!(dropped.is_empty(), "the first is still there");
+        self.retain(shared, first);
+        self.map_instead(slot, sequence, shared, index, (block, first));
+        let steps = self.steps();
+        let mut empty = Vec::new();
+        self.let_go(shared, steps.fence(), block, &mut empty);
+        self.pool.give(&empty);
+        count(&self.stats.deduplicated, 1);
+        count(&self.stats.freed_blocks, 1);
     }
 
     /// Takes back what the step scheduled: lengths as before `prepare`, nothing published. Steps

@@ -11,8 +11,10 @@
 
 use std::collections::HashMap;
 
-use crate::pool::Word;
-use crate::state::{Mmu, NONE, Sequence, Shared, Vbn};
+use super::place::{Claim, Part};
+use crate::config::PageOrders;
+use crate::pool::{Fit, Word, Zone};
+use crate::state::{Mmu, NONE, Sequence, Shared};
 use crate::stats::count;
 use crate::sync::MutexGuard;
 
@@ -28,21 +30,39 @@ pub(super) struct Row<'a> {
     pub(super) tokens_after: u32,
     /// Mapped blocks that are not private: (logical, physical, copy first).
     pub(super) writes: Vec<(u32, u32, bool)>,
+    /// Blocks to map behind the end.
+    pub(super) fresh: Vec<u32>,
+}
+
+/// What a batch claims.
+#[derive(Debug, Default)]
+pub(super) struct Needed {
+    /// Blocks to copy into.
+    pub(super) copies: u32,
+    /// Blocks to map behind the ends, beside those that rows have.
+    pub(super) growth: u32,
 }
 
 impl Mmu {
-    /// First pass: fills `writes` of every row and returns the blocks to claim. Takes the shared
-    /// lock where a block is not private.
+    /// First pass: fills `writes` of every row, lets rows grow in place, and returns the blocks to
+    /// claim. Takes the shared lock where a block is not private.
     pub(super) fn plan_writes<'a>(
         &'a self,
         rows: &mut [Row<'_>],
         shared: &mut Option<MutexGuard<'a, Shared>>,
-    ) -> u32 {
-        let mut needed = 0;
+    ) -> Needed {
+        let mut needed = Needed::default();
         let mut holders: HashMap<u32, u32> = HashMap::new();
         for row in rows {
             let mapped = self.blocks_for(row.sequence.tokens);
-            needed += self.blocks_for(row.tokens_after) - mapped;
+            let growth = self.blocks_for(row.tokens_after) - mapped;
+            if growth > 0 && mapped > 0 && self.has_holds() {
+                // As far as the region of 512 goes: behind its border a huge page may begin.
+                let at = row.sequence.space.virtual_of(mapped);
+                let here = growth.min(at.next_multiple_of(512) - at);
+                self.grow_in_place(row.slot, row.sequence.last, here, &mut row.fresh);
+            }
+            needed.growth += growth - row.fresh.len() as u32;
             if row.from == row.to {
                 continue;
             }
@@ -58,12 +78,74 @@ impl Mmu {
                 let copy = *holders > 1;
                 if copy {
                     *holders -= 1;
-                    needed += 1;
+                    needed.copies += 1;
                 }
                 row.writes.push((index, block, copy));
             }
         }
         needed
+    }
+
+    /// Gives back what rows had grown by in place, when the call fails.
+    pub(super) fn shrink_back(&self, rows: &mut [Row<'_>]) {
+        for row in rows {
+            self.pool.give(&std::mem::take(&mut row.fresh));
+        }
+    }
+
+    /// Claims what rows still lack, and the blocks to copy into, which are returned.
+    pub(super) fn claim_rows(
+        &self,
+        rows: &mut [Row<'_>],
+        needed: &Needed,
+        mut claim: Claim,
+    ) -> Vec<u32> {
+        let mut copies = Vec::with_capacity(needed.copies as usize);
+        let apart = (Zone::Body, Fit::Apart);
+        self.take_any(&mut claim, needed.copies, apart, &mut copies);
+        if needed.growth == 0 {
+            return copies;
+        }
+        let plain = self.config.page_orders == PageOrders::SINGLE && !self.has_holds();
+        if plain {
+            // Decoding takes a block here and there; a long prompt's part takes many at once.
+            let fit = match needed.growth as usize > rows.len() {
+                true => Fit::Together,
+                false => Fit::Apart,
+            };
+            let mut fresh = Vec::with_capacity(needed.growth as usize);
+            self.take_any(&mut claim, needed.growth, (Zone::Body, fit), &mut fresh);
+            let mut fresh = &fresh[..];
+            for row in rows {
+                let (own, rest) = fresh.split_at(self.growth(row) as usize);
+                row.fresh.extend_from_slice(own);
+                fresh = rest;
+            }
+            return copies;
+        }
+        for row in rows {
+            let n = self.growth(row) - row.fresh.len() as u32;
+            if n == 0 {
+                continue;
+            }
+            let mapped = self.blocks_for(row.sequence.tokens) + row.fresh.len() as u32;
+            let part = Part {
+                at: row.sequence.space.virtual_of(mapped),
+                n,
+                orders: self.orders_of(&row.sequence, row.tokens_after),
+                zone: Zone::Body,
+                contiguous: 0,
+            };
+            let placed = self.place(&mut claim, part, false, &mut row.fresh);
+            placed.expect("nothing was required");
+            self.hold_behind(row.slot, *row.fresh.last().expect("just claimed"));
+        }
+        copies
+    }
+
+    /// Blocks that a row will have behind its end.
+    fn growth(&self, row: &Row<'_>) -> u32 {
+        self.blocks_for(row.tokens_after) - self.blocks_for(row.sequence.tokens)
     }
 
     /// Physical block of a logical one; the last of `mapped` is known without a walk.
@@ -76,13 +158,13 @@ impl Mmu {
     }
 
     /// Second pass for one row: copies on write (which wait for the start of `step`), maps what is
-    /// new, stores the tokens (`None`: not known). `fresh` yields the claimed blocks.
+    /// new, stores the tokens (`None`: not known). `into` yields the blocks to copy into.
     pub(super) fn grow(
         &self,
         step: Option<u64>,
         row: &mut Row<'_>,
         mut shared: Option<&mut Shared>,
-        fresh: &mut &[u32],
+        into: &mut impl Iterator<Item = u32>,
         tokens: Option<&[i32]>,
         copies: &mut Vec<[u32; 2]>,
     ) {
@@ -93,47 +175,59 @@ impl Mmu {
             let shared = shared.as_deref_mut().expect("locked by the first pass");
             sequence.published = sequence.published.min(index);
             if copy {
-                let (new, rest) = fresh.split_first().expect("claimed for this");
-                *fresh = rest;
-                copies.push([block, *new]);
-                let vbn = Vbn::new(slot, index);
-                self.copy_on_write(sequence, shared, vbn, mapped, block, *new);
+                let new = into.next().expect("claimed for this");
+                copies.push([block, new]);
+                self.copy_on_write(slot, sequence, shared, index, (block, new));
                 if let Some(step) = step {
-                    shared.awaited.insert(*new, step);
-                    self.pool.set_stuck(*new, true);
+                    shared.awaited.insert(new, step);
+                    self.pool.set_stuck(new, true);
                 }
             } else {
                 self.write_in_place(shared, block);
             }
         }
-        let (new, rest) = fresh.split_at((self.blocks_for(tokens_after) - mapped) as usize);
-        *fresh = rest;
-        self.table.map(sequence.space, mapped, new);
-        for (index, &block) in (mapped..).zip(new) {
-            self.reverse.set_only(block, Vbn::new(slot, index));
+        if !row.fresh.is_empty() {
+            let orders = self.orders_of(sequence, tokens_after);
+            self.map_private(sequence, mapped, &row.fresh, orders);
         }
-        sequence.extended_by(new);
         self.store_tokens(sequence, tokens_after, tokens);
+    }
+
+    /// Page orders that a sequence may use at a length.
+    pub(super) fn orders_of(&self, sequence: &Sequence, tokens: u32) -> u32 {
+        sequence.orders.unwrap_or_else(|| self.orders_for(tokens))
     }
 
     fn copy_on_write(
         &self,
+        slot: u32,
         sequence: &mut Sequence,
         shared: &mut Shared,
-        vbn: Vbn,
-        mapped: u32,
-        block: u32,
-        new: u32,
+        index: u32,
+        (block, new): (u32, u32),
     ) {
         self.tokens
             .copy(block, new, self.config.block_size as usize);
-        self.remap(sequence, mapped, vbn.index(), block, new);
-        self.reverse.remove(&mut shared.chains, block, vbn);
-        self.reverse.set_only(new, vbn);
+        self.map_instead(slot, sequence, shared, index, (block, new));
         let word = self.pool.word(block).released();
         self.pool
             .set_word(block, word.expect("somebody else holds it too"));
         count(&self.stats.copied_on_write, 1);
+    }
+
+    /// Maps another block in the place of one; references are the caller's.
+    pub(super) fn map_instead(
+        &self,
+        slot: u32,
+        sequence: &mut Sequence,
+        shared: &mut Shared,
+        index: u32,
+        (block, new): (u32, u32),
+    ) {
+        self.remap(shared, slot, sequence, index, (block, new));
+        let loc = self.table.page(sequence.space, index).loc;
+        self.reverse.remove(&mut shared.chains, (0, block), loc);
+        self.reverse.add(&mut shared.chains, (0, new), loc);
     }
 
     /// The only holder of a block is about to write it.
@@ -149,30 +243,6 @@ impl Mmu {
             self.withdraw(shared, block, &mut spare);
             self.pool.give(&spare);
         }
-    }
-
-    /// Changes one entry of a sequence and what is known of its runs and its last block.
-    pub(crate) fn remap(
-        &self,
-        sequence: &mut Sequence,
-        mapped: u32,
-        index: u32,
-        old: u32,
-        new: u32,
-    ) {
-        let before = (index > 0).then(|| self.table.block(sequence.space, index - 1));
-        let after = (index + 1 < mapped).then(|| self.table.block(sequence.space, index + 1));
-        let breaks = |block: u32| {
-            u32::from(before.is_some_and(|before| before + 1 != block))
-                + u32::from(after.is_some_and(|after| block + 1 != after))
-        };
-        sequence.runs = sequence.runs + breaks(new) - breaks(old);
-        let done = self.table.remap(sequence.space, index, old, new);
-        assert!(done, "entry {index} no longer maps block {old}");
-        if after.is_none() {
-            sequence.last = new;
-        }
-        sequence.version = sequence.version.wrapping_add(1);
     }
 
     fn store_tokens(&self, sequence: &mut Sequence, tokens_after: u32, tokens: Option<&[i32]>) {

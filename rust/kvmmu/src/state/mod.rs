@@ -19,6 +19,8 @@
 //!
 //! Order: gate, slots, shared, steps.
 
+mod holds;
+mod mapping;
 mod reverse;
 mod sequence;
 mod steps;
@@ -28,7 +30,7 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::pool::{End, Fit, Pool, State, States, Word, Zone};
+use crate::pool::{End, Pool, State, States, Word};
 use crate::prefix::{Index, Tokens};
 use crate::stats::{Stats, StatsReading, count};
 use crate::sync::{
@@ -37,7 +39,9 @@ use crate::sync::{
 };
 use crate::table::Table;
 
-pub(crate) use reverse::{Chains, Reverse, Vbn};
+use holds::Holds;
+pub(crate) use mapping::runs_behind;
+pub(crate) use reverse::{Chains, ORDERS, PageOf, Reverse};
 pub use sequence::SequenceInfo;
 pub(crate) use sequence::{NONE, Sequence, id, parse};
 pub(crate) use steps::{Entry, Steps};
@@ -119,6 +123,7 @@ pub struct Mmu {
     pub(crate) pool: Pool,
     pub(crate) table: Table,
     pub(crate) reverse: Reverse,
+    pub(crate) holds: Holds,
     pub(crate) tokens: Tokens,
     pub(crate) slots: Box<[Mutex<Sequence>]>,
     /// Generation of the sequence in each slot, 0 while there is none: tells an id that is gone from
@@ -141,14 +146,20 @@ impl Mmu {
         let (n, block_size) = (config.span(), config.block_size);
         let reserved = (config.null_block < config.num_blocks).then_some(config.null_block);
         let indexed = if config.prefix_caching { n } else { 0 };
+        // Huge pages from the low end, single blocks from the high one.
+        let small_from = match config.page_orders.bits() {
+            1 => End::Low,
+            _ => End::High,
+        };
         let slots = (0..config.max_sequences)
             .map(|_| Mutex::new(Sequence::closed()))
             .collect();
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
-            pool: Pool::build(n, reserved, config.placement, End::Low, config.anchor)?,
+            pool: Pool::build(n, reserved, config.placement, small_from, config.anchor)?,
             table: Table::new(config.table_nodes)?,
-            reverse: Reverse::new(n)?,
+            reverse: Reverse::new(n, config.page_orders.bits())?,
+            holds: Holds::new(config.max_sequences)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,
             slots,
             generations: zeroed_u64(config.max_sequences as usize)?,
@@ -191,7 +202,13 @@ impl Mmu {
 
     /// Blocks by state.
     pub fn states(&self) -> States {
-        self.pool.states()
+        let mut states = self.pool.states();
+        let held = self.holds.total().min(states.in_use);
+        states.in_use -= held;
+        states.empty += held;
+        states.available += held;
+        states.held = held;
+        states
     }
 
     /// Counters since the start.
@@ -241,6 +258,13 @@ impl Mmu {
         } else {
             Err(unknown)
         }
+    }
+
+    /// Whether a slot has a sequence of this generation now. No lock.
+    pub(crate) fn is_open(&self, slot: u32, generation: u64) -> bool {
+        // Acquire: pairs with the Release in `take_slot` and `give_slot`.
+        let now = self.generations.get(slot as usize);
+        now.is_some_and(|now| now.load(Ordering::Acquire) == generation)
     }
 
     /// The sequence that had a slot in this generation, if it is still open.
@@ -327,77 +351,21 @@ impl Mmu {
         lock(&self.free_slots).reused.push(Descending(slot));
     }
 
-    // -- claiming ----------------------------------------------------------------------------
+    // -- evicting ----------------------------------------------------------------------------
 
-    /// As [`Mmu::reserve`], taking the shared lock only when the empty blocks do not suffice.
-    pub(crate) fn reserve_with<'a>(
-        &'a self,
-        needed: u32,
-        shared: &mut Option<MutexGuard<'a, Shared>>,
-    ) -> Result<(u32, u32)> {
-        if self.pool.reserve(needed) {
-            return Ok((needed, 0));
+    /// Drops the `n` least recently used evictable blocks, which are private to the caller then,
+    /// and so is the second list: blocks that could no longer be found without them.
+    pub(crate) fn evict_oldest(&self, shared: &mut Shared, n: u32) -> (Vec<u32>, Vec<u32>) {
+        let (mut evicted, mut spare) = (Vec::with_capacity(n as usize), Vec::new());
+        while (evicted.len() as u32) < n {
+            evicted.push(spare.pop().unwrap_or_else(|| {
+                let block = self.next_victim(shared);
+                let block = block.expect("fewer evictable blocks than were counted");
+                self.evict_block(shared, block, &mut spare);
+                block
+            }));
         }
-        self.reserve(shared.get_or_insert_with(|| self.shared()), needed, 0)
-    }
-
-    /// Reserves `needed` blocks: from the empty ones, and for the rest from the evictable ones, of
-    /// which `protected` are spoken for. Returns (reserved, to evict). What is to be evicted stays
-    /// there while the caller holds the shared lock.
-    pub(crate) fn reserve(
-        &self,
-        _shared: &Shared,
-        needed: u32,
-        protected: u32,
-    ) -> Result<(u32, u32)> {
-        let reserved = self.pool.reserve_up_to(needed);
-        let short = needed - reserved;
-        if short > 0 {
-            let evictable = self.pool.num_evictable() - protected;
-            if short > evictable {
-                self.pool.unreserve(reserved);
-                return Err(Error::OutOfBlocks {
-                    needed: u64::from(needed),
-                    available: u64::from(reserved + evictable),
-                    num_blocks: u64::from(self.config.num_blocks),
-                });
-            }
-        }
-        Ok((reserved, short))
-    }
-
-    /// Turns a reservation into private blocks. `shared` is needed when some are to be evicted.
-    pub(crate) fn take(
-        &self,
-        (reserved, evict): (u32, u32),
-        (zone, fit): (Zone, Fit),
-        shared: Option<&mut Shared>,
-    ) -> Vec<u32> {
-        let mut blocks = Vec::with_capacity((reserved + evict) as usize);
-        self.pool.take(reserved, zone, fit, &mut blocks);
-        if evict > 0 {
-            let shared = shared.expect("evicting needs the shared lock");
-            let mut spare = Vec::new();
-            for _ in 0..evict {
-                let block = spare
-                    .pop()
-                    .unwrap_or_else(|| self.evict_oldest(shared, &mut spare));
-                blocks.push(block);
-            }
-            self.pool.give(&spare);
-            blocks[reserved as usize..].sort_unstable();
-        }
-        count(&self.stats.claimed_blocks, blocks.len());
-        blocks
-    }
-
-    /// Drops the least recently used evictable block; it is private to the caller then, and so are
-    /// the blocks appended to `spare`, which could no longer be found without it.
-    fn evict_oldest(&self, shared: &mut Shared, spare: &mut Vec<u32>) -> u32 {
-        let block = self.next_victim(shared);
-        let block = block.expect("fewer evictable blocks than were counted");
-        self.evict_block(shared, block, spare);
-        block
+        (evicted, spare)
     }
 
     /// The least recently used evictable block, leaves before what they stand behind.
@@ -443,9 +411,9 @@ impl Mmu {
 
     // -- references --------------------------------------------------------------------------
 
-    /// One more mapping of a block that is published or already shared, or of a sequence's own
+    /// One more holder of a block that is published or already shared, or of a sequence's own
     /// block (fork).
-    pub(crate) fn retain(&self, shared: &mut Shared, block: u32, vbn: Option<Vbn>) {
+    pub(crate) fn retain(&self, shared: &mut Shared, block: u32) {
         let word = self.pool.word(block);
         if word.state() == State::Cached {
             self.leave_cache(shared, block);
@@ -454,9 +422,12 @@ impl Mmu {
             block,
             word.retained().expect("the count was checked before"),
         );
-        if let Some(vbn) = vbn {
-            self.reverse.add(&mut shared.chains, block, vbn);
-        }
+    }
+
+    /// As [`Mmu::retain`], for each of a range.
+    pub(crate) fn retain_range(&self, shared: &mut Shared, blocks: std::ops::Range<u32>) {
+        self.pool
+            .retain_pairs(blocks, |block| self.retain(shared, block));
     }
 
     /// One holder less. A block that nobody holds any more goes to the cache, behind the fence, or

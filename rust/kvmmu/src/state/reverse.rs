@@ -1,46 +1,37 @@
 //! The reverse map: block to the page-table entries that map it.
 //!
+//! One list a page of each configured order: the entries that map that page. A block is mapped by
+//! the entries of its own list (order 0), and by those of every larger page that it lies in.
+//!
 //! ```text
-//!  word of a block   0                  no mapping
-//!                    vbn + 1            exactly one (a virtual block number has 36 bits)
-//!                    bit 63 | line      several: a chain of lines of up to seven each
+//!  word of a page    0                  no entry
+//!                    loc + 1            exactly one: where it stands in the page table
+//!                    bit 31 | line      several: a chain of lines of up to 14 each
 //! ```
 //!
-//! The word of a private block is stored by its sequence alone; as soon as a block may be known to
-//! a second thread (published or shared) its word and its chain change only under the shared lock.
+//! The word of a page whose blocks are private is stored by its sequence alone; as soon as a block
+//! of it may be known to a second thread (published or shared) its words and chains change only
+//! under the shared lock.
 
 use crate::error::Result;
-use crate::sync::{AtomicU64, Ordering, zeroed_u64};
+use crate::sync::{AtomicU32, Ordering, zeroed_u32};
+use crate::table::Loc;
 
 const NONE: u32 = u32::MAX;
-const CHAIN: u64 = 1 << 63;
-const LINE: usize = 7;
+const CHAIN: u32 = 1 << 31;
+const LINE: usize = 14;
+/// Orders that there may be.
+pub(crate) const ORDERS: usize = 10;
 
-/// Virtual block number: sequence slot and logical block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Vbn(u64);
-
-impl Vbn {
-    pub(crate) fn new(slot: u32, index: u32) -> Self {
-        Vbn(u64::from(slot) << 18 | u64::from(index))
-    }
-    pub(crate) fn slot(self) -> u32 {
-        (self.0 >> 18) as u32
-    }
-    pub(crate) fn index(self) -> u32 {
-        (self.0 & 0x3_ffff) as u32
-    }
-}
-
-/// One cache line of mappings.
+/// One cache line of entries.
 #[derive(Debug, Clone, Copy)]
 struct Line {
-    vbns: [u64; LINE],
+    locs: [Loc; LINE],
     len: u32,
     next: u32,
 }
 
-/// Chains of the blocks that are mapped more than once; behind the shared lock.
+/// Chains of the pages that are mapped more than once; behind the shared lock.
 #[derive(Debug, Default)]
 pub(crate) struct Chains {
     lines: Vec<Line>,
@@ -48,13 +39,13 @@ pub(crate) struct Chains {
 }
 
 impl Chains {
-    fn allocate(&mut self, first: u64, next: u32) -> u32 {
+    fn allocate(&mut self, first: Loc, next: u32) -> u32 {
         let mut line = Line {
-            vbns: [0; LINE],
+            locs: [0; LINE],
             len: 1,
             next,
         };
-        line.vbns[0] = first;
+        line.locs[0] = first;
         match self.free.pop() {
             Some(at) => {
                 self.lines[at as usize] = line;
@@ -67,117 +58,139 @@ impl Chains {
         }
     }
 
-    fn each(&self, head: u32) -> impl Iterator<Item = u64> + '_ {
+    fn each(&self, head: u32) -> impl Iterator<Item = Loc> + '_ {
         let line = |at: u32| self.lines.get(at as usize);
         std::iter::successors(line(head), move |at| line(at.next))
-            .flat_map(|line| line.vbns[..line.len as usize].iter().copied())
+            .flat_map(|line| line.locs[..line.len as usize].iter().copied())
     }
 }
 
-/// Word of every block.
+/// A page of one of the configured orders: order and number (first block divided by its size).
+pub(crate) type PageOf = (u32, u32);
+
+/// The words of every page of every configured order.
 #[derive(Debug)]
 pub(crate) struct Reverse {
-    words: Box<[AtomicU64]>,
+    words: [Box<[AtomicU32]>; ORDERS],
 }
 
 impl Reverse {
-    pub(crate) fn new(num_blocks: u32) -> Result<Self> {
-        let words = zeroed_u64(num_blocks as usize)?;
+    /// `orders`: a bit for each.
+    pub(crate) fn new(num_blocks: u32, orders: u32) -> Result<Self> {
+        let mut words: [Box<[AtomicU32]>; ORDERS] = Default::default();
+        for (order, words) in words.iter_mut().enumerate() {
+            if orders >> order & 1 != 0 {
+                *words = zeroed_u32(num_blocks.div_ceil(1 << order) as usize)?;
+            }
+        }
         Ok(Self { words })
     }
 
-    fn load(&self, block: u32) -> u64 {
-        self.words[block as usize].load(Ordering::Relaxed)
+    fn load(&self, (order, page): PageOf) -> u32 {
+        self.words[order as usize][page as usize].load(Ordering::Relaxed)
     }
 
     // Relaxed everywhere: a word belongs to one sequence or to the shared lock, and both hand over
     // by their own locks.
-    fn store(&self, block: u32, word: u64) {
-        self.words[block as usize].store(word, Ordering::Relaxed);
+    fn store(&self, (order, page): PageOf, word: u32) {
+        self.words[order as usize][page as usize].store(word, Ordering::Relaxed);
     }
 
-    /// The only mapping of a block that was not mapped.
-    pub(crate) fn set_only(&self, block: u32, vbn: Vbn) {
-        debug_assert_eq!(self.load(block), 0);
-        self.store(block, vbn.0 + 1);
+    /// The only mapping of a page that was not mapped.
+    pub(crate) fn set_only(&self, page: PageOf, loc: Loc) {
+        debug_assert_eq!(self.load(page), 0);
+        self.store(page, loc + 1);
     }
 
-    /// Forgets the only mapping of a private block.
-    pub(crate) fn clear_only(&self, block: u32) {
-        debug_assert!(self.load(block) != 0 && self.load(block) & CHAIN == 0);
-        self.store(block, 0);
+    /// Forgets the only mapping of a private page.
+    pub(crate) fn clear_only(&self, page: PageOf) {
+        debug_assert!(self.load(page) != 0 && self.load(page) & CHAIN == 0);
+        self.store(page, 0);
     }
 
-    pub(crate) fn add(&self, chains: &mut Chains, block: u32, vbn: Vbn) {
-        let word = self.load(block);
+    pub(crate) fn add(&self, chains: &mut Chains, page: PageOf, loc: Loc) {
+        let word = self.load(page);
         if word == 0 {
-            return self.store(block, vbn.0 + 1);
+            return self.store(page, loc + 1);
         }
         if word & CHAIN == 0 {
             let head = chains.allocate(word - 1, NONE);
             let line = &mut chains.lines[head as usize];
-            line.vbns[1] = vbn.0;
+            line.locs[1] = loc;
             line.len = 2;
-            return self.store(block, CHAIN | u64::from(head));
+            return self.store(page, CHAIN | head);
         }
-        let head = (word & !CHAIN) as u32;
+        let head = word & !CHAIN;
         let line = &mut chains.lines[head as usize];
         if (line.len as usize) < LINE {
-            line.vbns[line.len as usize] = vbn.0;
+            line.locs[line.len as usize] = loc;
             line.len += 1;
         } else {
-            let head = chains.allocate(vbn.0, head);
-            self.store(block, CHAIN | u64::from(head));
+            let head = chains.allocate(loc, head);
+            self.store(page, CHAIN | head);
         }
     }
 
-    pub(crate) fn remove(&self, chains: &mut Chains, block: u32, vbn: Vbn) {
-        let word = self.load(block);
+    pub(crate) fn remove(&self, chains: &mut Chains, page: PageOf, loc: Loc) {
+        let word = self.load(page);
         if word & CHAIN == 0 {
-            assert_eq!(word, vbn.0 + 1, "block {block} is not mapped by {vbn:?}");
-            return self.store(block, 0);
+            assert_eq!(word, loc + 1, "page {page:?} is not mapped by {loc}");
+            return self.store(page, 0);
         }
-        let head = (word & !CHAIN) as u32;
+        let head = word & !CHAIN;
         let mut at = head;
         let place = loop {
             let line = &chains.lines[at as usize];
-            if let Some(i) = line.vbns[..line.len as usize]
+            if let Some(i) = line.locs[..line.len as usize]
                 .iter()
-                .position(|&v| v == vbn.0)
+                .position(|&l| l == loc)
             {
                 break i;
             }
             at = line.next;
-            assert_ne!(at, NONE, "block {block} is not mapped by {vbn:?}");
+            assert_ne!(at, NONE, "page {page:?} is not mapped by {loc}");
         };
         // The last of the head line takes the place; only the head line is ever not full.
-        let Line { len, next, vbns } = chains.lines[head as usize];
-        chains.lines[at as usize].vbns[place] = vbns[len as usize - 1];
+        let Line { len, next, locs } = chains.lines[head as usize];
+        chains.lines[at as usize].locs[place] = locs[len as usize - 1];
         chains.lines[head as usize].len = len - 1;
         let alone = |line: &Line| line.len == 1 && line.next == NONE;
         if len == 1 {
             chains.free.push(head);
-            self.store(block, CHAIN | u64::from(next));
+            self.store(page, CHAIN | next);
         } else if alone(&chains.lines[head as usize]) {
             chains.free.push(head);
-            self.store(block, chains.lines[head as usize].vbns[0] + 1);
+            self.store(page, chains.lines[head as usize].locs[0] + 1);
         }
     }
 
-    /// Appends every mapping of a block to `out`.
-    pub(crate) fn mappings(&self, chains: &Chains, block: u32, out: &mut Vec<Vbn>) {
-        match self.load(block) {
+    /// Whether any entry maps a page.
+    pub(crate) fn is_mapped(&self, page: PageOf) -> bool {
+        self.load(page) != 0
+    }
+
+    /// Appends every entry that maps a page.
+    pub(crate) fn entries(&self, chains: &Chains, page: PageOf, out: &mut Vec<Loc>) {
+        match self.load(page) {
             0 => {}
-            word if word & CHAIN == 0 => out.push(Vbn(word - 1)),
-            word => out.extend(chains.each((word & !CHAIN) as u32).map(Vbn)),
+            word if word & CHAIN == 0 => out.push(word - 1),
+            word => out.extend(chains.each(word & !CHAIN)),
         }
     }
 
-    /// All mappings of `old` are now mappings of `new`, which had none.
+    /// Pages of the configured orders that a block lies in, the largest first.
+    pub(crate) fn pages_of(&self, block: u32) -> impl Iterator<Item = PageOf> + '_ {
+        let orders = (0..ORDERS as u32).rev();
+        orders
+            .filter(|&order| !self.words[order as usize].is_empty())
+            .map(move |order| (order, block >> order))
+    }
+
+    /// All mappings of the block `old` by itself are now mappings of `new`, which had none.
     pub(crate) fn transfer(&self, old: u32, new: u32) {
-        debug_assert_eq!(self.load(new), 0);
-        self.store(new, self.load(old));
-        self.store(old, 0);
+        debug_assert_eq!(self.load((0, new)), 0);
+        self.store((0, new), self.load((0, old)));
+        self.store((0, old), 0);
     }
 }
 
@@ -188,32 +201,35 @@ mod tests {
 
     proptest! {
         #[test]
-        fn mappings_are_a_bag(ops in proptest::collection::vec((0u32..2, 0u32..24, any::<bool>()), 1..200)) {
-            let reverse = Reverse::new(3).unwrap();
+        fn mappings_are_a_bag(ops in proptest::collection::vec((0u32..2, 0u32..40, any::<bool>()), 1..300)) {
+            let reverse = Reverse::new(12, 0b101).unwrap();
             let mut chains = Chains::default();
             let mut model = [Vec::new(), Vec::new()];
-            for (block, index, add) in ops {
-                let vbn = Vbn::new(index / 5, index);
-                let held = &mut model[block as usize];
-                let at = held.iter().position(|&v| v == vbn);
+            let pages = [(0, 1), (2, 1)];
+            for (page, loc, add) in ops {
+                let held = &mut model[page as usize];
+                let at = held.iter().position(|&l| l == loc);
+                let which = pages[page as usize];
                 match (add, at) {
-                    (true, None) => { reverse.add(&mut chains, block, vbn); held.push(vbn); }
-                    (false, Some(i)) => { reverse.remove(&mut chains, block, vbn); held.remove(i); }
+                    (true, None) => { reverse.add(&mut chains, which, loc); held.push(loc); }
+                    (false, Some(i)) => { reverse.remove(&mut chains, which, loc); held.remove(i); }
                     _ => {}
                 }
-                for (block, held) in model.iter_mut().enumerate() {
+                for (&page, held) in pages.iter().zip(&mut model) {
                     let mut seen = Vec::new();
-                    reverse.mappings(&chains, block as u32, &mut seen);
+                    reverse.entries(&chains, page, &mut seen);
                     seen.sort();
                     held.sort();
-                    prop_assert_eq!(&seen, held);
+                    prop_assert_eq!(reverse.is_mapped(page), !held.is_empty());
+                    prop_assert_eq!(&seen, &*held);
                 }
             }
             let mut seen = Vec::new();
-            reverse.transfer(0, 2);
-            reverse.mappings(&chains, 2, &mut seen);
+            reverse.transfer(1, 9);
+            reverse.entries(&chains, (0, 9), &mut seen);
             seen.sort();
             prop_assert_eq!(&seen, &model[0]);
+            prop_assert_eq!(reverse.pages_of(7).collect::<Vec<_>>(), [(2, 1), (0, 7)]);
         }
     }
 }

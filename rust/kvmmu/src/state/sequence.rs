@@ -1,6 +1,8 @@
 //! What is known of one sequence beside its page table.
 
 use crate::prefix::Keys;
+use crate::state::ORDERS;
+use crate::state::runs_behind;
 use crate::table::Space;
 
 pub(crate) const NONE: u32 = u32::MAX;
@@ -31,6 +33,12 @@ pub(crate) struct Sequence {
     pub(crate) published: u32,
     /// Changes whenever an entry other than behind the end does; rows look at it.
     pub(crate) version: u32,
+    /// First logical block that is mapped: what lay before was released.
+    pub(crate) first: u32,
+    /// Page orders that it may use whatever its length, a bit for each.
+    pub(crate) orders: Option<u32>,
+    /// Pages of each order.
+    pub(crate) pages: [u32; ORDERS],
     /// Groups of consecutive physical blocks.
     pub(crate) runs: u32,
     /// Last physical block.
@@ -52,6 +60,9 @@ impl Sequence {
             unknown_from: NONE,
             published: 0,
             version: 0,
+            first: 0,
+            orders: None,
+            pages: [0; ORDERS],
             runs: 0,
             last: NONE,
             keys: None,
@@ -81,10 +92,14 @@ impl Sequence {
 
     /// Counts blocks that were mapped behind the end.
     pub(crate) fn extended_by(&mut self, blocks: &[u32]) {
-        for &block in blocks {
-            self.runs += u32::from(self.last == NONE || block != self.last + 1);
-            self.last = block;
-        }
+        self.runs += runs_behind(self.last, blocks);
+        self.last = blocks.last().copied().unwrap_or(self.last);
+    }
+
+    /// Complete regions of 512 blocks, of `mapped` blocks.
+    pub(crate) fn regions(&self, mapped: u32) -> u32 {
+        let from = self.space.virtual_of(self.first).div_ceil(512);
+        (self.space.virtual_of(mapped) / 512).saturating_sub(from)
     }
 }
 
@@ -114,8 +129,16 @@ pub struct SequenceInfo {
     pub num_scheduled: u32,
     /// Tokens whose KV is known to be written.
     pub num_written: u32,
-    /// Blocks that it maps.
+    /// Blocks that it maps, and those released from its front.
     pub num_blocks: u32,
     /// Groups of consecutive physical blocks.
     pub num_runs: u32,
+    /// Blocks released from its front.
+    pub num_released: u32,
+    /// Pages of each order that it maps.
+    pub pages: [u32; ORDERS],
+    /// Complete aligned regions of 512 blocks, each of which one huge page could map.
+    pub regions: u32,
+    /// Empty blocks kept behind it.
+    pub held: u32,
 }

@@ -1,7 +1,13 @@
 //! Virtual memory: a four-level page table, 512 entries a node, like x86-64's.
 //!
-//! What lives here: the nodes, and mapping, remapping, unmapping and walking in batches. What
-//! never lives here: who owns a block, why it moves.
+//! | file | what lives there |
+//! |---|---|
+//! | `mod` | nodes: who has which, in which of its lives; making and closing address spaces |
+//! | `pte` | the layout of an entry |
+//! | `pages` | mapping, remapping, splitting, promoting, unmapping: by the one writer of a space |
+//! | `walk` | reading: by the writer, and by anybody without a lock |
+//!
+//! What never lives here: who owns a block, why it moves, the reverse map.
 //!
 //! One virtual block number has 36 bits:
 //!
@@ -10,29 +16,39 @@
 //!      level 4   level 3      level 2         level 1
 //! ```
 //!
-//! so 262,144 address spaces of 262,144 blocks each. An entry of level 1 maps one block; the order
-//! field and the leaf bit of level 2 are there for larger pages.
+//! so 262,144 address spaces of 262,144 blocks each. Logical block `l` of a sequence is virtual
+//! block `l + offset`, with an offset below 512 that is chosen when the sequence is opened: so a
+//! part of it can be aligned as the physical pages are that it shares. An entry of level 2 maps a
+//! huge page or names a node of level 1; other page sizes are an order in the entries of level 1.
 //!
 //! # Synchronization
 //!
-//! Entries are atomics. `map` and `unmap` of one address space are called by its one writer; `remap`
-//! is a compare-and-swap per entry, so a remap that lost against an unmap loses cleanly. A reader
-//! that holds no lock sees an entry before or after a change, never half of it. Nodes are reused
-//! only after every entry in them is absent again.
+//! Entries are atomics. Each space has one writer. A reader that holds no lock sees an entry before
+//! or after a change, never half of it. Nodes are reused, and each life of a node has a generation,
+//! which the entry that names it carries: a reader looks at the entries above again after it has
+//! read, and an entry that is unchanged says that the node was the same all the time ([`walk`]). A
+//! generation has 27 bits: a reader would have to sleep while one node is given away 134 million
+//! times, and wake at just that life.
 //!
 //! Nodes come from one preallocated array (`free` is a short lock, taken once in 512 blocks). An
-//! array larger than needed costs address space, not memory: pages are touched on first use.
+//! array larger than needed costs address space, not memory: pages are touched on first use. A huge
+//! page keeps a node in reserve, untouched, so that a split never fails.
 
+mod pages;
 mod pte;
+mod walk;
 
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Mutex, Ordering, lock, zeroed_u64};
 
+pub(crate) use pte::NODE_BITS;
 pub use pte::Pte;
+pub(crate) use walk::Page;
 
-/// Entries of one node.
-pub const FANOUT: u32 = 512;
 const ROOT: u32 = 0;
+/// In the word of a node: its place in the tree, and its generation above that.
+const PLACE_BITS: u32 = 37;
+const GENERATIONS: u64 = (1 << (64 - PLACE_BITS)) - 1;
 
 #[derive(Debug)]
 struct Free {
@@ -42,25 +58,57 @@ struct Free {
     fresh: u32,
 }
 
-/// The page table of all sequences.
+/// The page table of all sequences, with `FANOUT` entries a node: 512, or fewer for model checkers,
+/// whose worlds must be small.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub struct Table<const FANOUT: u32 = 512> {
     entries: Box<[AtomicU64]>,
+    /// A word a node: generation, and (slot, huge index) of what it holds.
+    lives: Box<[AtomicU64]>,
     nodes: u32,
     free: Mutex<Free>,
 }
 
-/// The level-2 node of one address space: where its walks begin.
+/// The level-2 node of one address space, where its walks begin, and the virtual block of its
+/// first logical block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Space(u32);
+pub struct Space {
+    node: u32,
+    offset: u32,
+}
 
 impl Space {
     /// No address space.
-    pub(crate) const NONE: Space = Space(u32::MAX);
+    pub(crate) const NONE: Space = Space {
+        node: u32::MAX,
+        offset: 0,
+    };
+
+    /// Virtual block of logical block 0.
+    pub(crate) fn offset(self) -> u32 {
+        self.offset
+    }
+
+    /// Virtual block of a logical one.
+    pub(crate) fn virtual_of(self, index: u32) -> u32 {
+        index + self.offset
+    }
+
+    /// Logical block of a virtual one.
+    pub(crate) fn logical_of(self, at: u32) -> u32 {
+        at - self.offset
+    }
 }
 
-impl Table {
-    pub(crate) fn new(nodes: u32) -> Result<Self> {
+/// Where the entry of a page stands: a number that the reverse map can keep.
+pub(crate) type Loc = u32;
+
+impl<const FANOUT: u32> Table<FANOUT> {
+    /// Order of a page that an entry of level 2 maps.
+    pub(crate) const HUGE: u32 = FANOUT.ilog2();
+
+    /// A table of so many nodes, with no address space in it.
+    pub fn new(nodes: u32) -> Result<Self> {
         let entries = zeroed_u64(nodes as usize * FANOUT as usize)?;
         let free = Free {
             reused: Vec::new(),
@@ -68,6 +116,7 @@ impl Table {
         };
         Ok(Self {
             entries,
+            lives: zeroed_u64(nodes as usize)?,
             nodes,
             free: Mutex::new(free),
         })
@@ -80,29 +129,60 @@ impl Table {
             .count() as u32
     }
 
-    /// Whether an address space of so many blocks would fit if there were no other.
+    /// Whether an address space of so many blocks would fit if there were no other, wherever in
+    /// its first table it begins.
     pub(crate) fn could_hold(&self, blocks: u32) -> bool {
         3 + blocks.div_ceil(FANOUT) <= self.nodes
     }
 
-    /// Nodes in use, the root included.
+    /// Nodes in use, the root and those in reserve for splits included.
     pub(crate) fn nodes_in_use(&self) -> u32 {
         let free = lock(&self.free);
         free.fresh - free.reused.len() as u32
     }
 
-    fn entry(&self, node: u32, index: u32) -> &AtomicU64 {
-        &self.entries[node as usize * FANOUT as usize + index as usize]
+    fn entry(&self, loc: Loc) -> &AtomicU64 {
+        &self.entries[loc as usize]
+    }
+
+    fn loc(node: u32, index: u32) -> Loc {
+        node * FANOUT + index
     }
 
     fn load(&self, node: u32, index: u32) -> Pte {
-        // Acquire: pairs with the Release of `store`, so a child is seen with its entries.
-        Pte(self.entry(node, index).load(Ordering::Acquire))
+        // Acquire: pairs with the Release of `store`, so a child is seen with its entries. It also
+        // keeps a second look at the entries above behind this one.
+        Pte(self.entry(Self::loc(node, index)).load(Ordering::Acquire))
     }
 
     fn store(&self, node: u32, index: u32, pte: Pte) {
         // Release: pairs with the Acquire of `load`.
-        self.entry(node, index).store(pte.0, Ordering::Release);
+        self.entry(Self::loc(node, index))
+            .store(pte.0, Ordering::Release);
+    }
+
+    /// A node begins another life: at this huge index of a slot, or as its level 2 (`None`).
+    fn begin(&self, node: u32, slot: u32, huge: Option<u32>) -> Pte {
+        let life = &self.lives[node as usize];
+        // Relaxed, both: a node has one owner, and the lists hand it over by their lock. Who asks
+        // whose an entry is holds the lock under which it came into the reverse map.
+        let generation = ((life.load(Ordering::Relaxed) >> PLACE_BITS) + 1) & GENERATIONS;
+        let place = u64::from(slot) << 10 | huge.map_or(0, |huge| u64::from(huge) << 1 | 1);
+        life.store(generation << PLACE_BITS | place, Ordering::Relaxed);
+        Pte::child(node, generation)
+    }
+
+    /// Slot and virtual block of the page whose entry stands at `loc`.
+    pub(crate) fn whose(&self, loc: Loc) -> (u32, u32) {
+        let (node, index) = (loc / FANOUT, loc % FANOUT);
+        // Relaxed: see `begin`.
+        let place = self.lives[node as usize].load(Ordering::Relaxed) & ((1 << PLACE_BITS) - 1);
+        let slot = (place >> 10) as u32;
+        let at = match place & 1 {
+            0 => index * FANOUT,
+            _ => (place >> 1 & 0x1ff) as u32 * FANOUT + index,
+        };
+        (slot, at)
     }
 
     fn allocate(&self, free: &mut Free) -> Result<u32> {
@@ -119,9 +199,9 @@ impl Table {
         Ok(free.fresh - 1)
     }
 
-    /// Makes the address space of a slot. Nodes of level 3 stay once they are made: 512 slots
-    /// share one.
-    pub(crate) fn open(&self, slot: u32) -> Result<Space> {
+    /// Makes the address space of a slot, with offset 0. Nodes of level 3 stay once they are made:
+    /// 512 slots share one.
+    pub fn open(&self, slot: u32) -> Result<Space> {
         let (high, low) = (slot / FANOUT, slot % FANOUT);
         let mut free = lock(&self.free);
         let upper = self.load(ROOT, high);
@@ -129,7 +209,7 @@ impl Table {
         let upper = if fresh_upper {
             self.allocate(&mut free)?
         } else {
-            upper.block()
+            upper.node()
         };
         let node = match self.allocate(&mut free) {
             Ok(node) => node,
@@ -144,11 +224,20 @@ impl Table {
             !self.load(upper, low).is_present(),
             "slot {slot} is open already"
         );
-        self.store(upper, low, Pte::child(node));
+        self.store(upper, low, self.begin(node, slot, None));
         if fresh_upper {
-            self.store(ROOT, high, Pte::child(upper));
+            self.store(ROOT, high, Pte::child(upper, 0));
         }
-        Ok(Space(node))
+        Ok(Space { node, offset: 0 })
+    }
+
+    /// Begins a space in which nothing is mapped at another virtual block.
+    pub(crate) fn shift(&self, slot: u32, space: Space, offset: u32) -> Space {
+        let (upper, low) = (self.load(ROOT, slot / FANOUT).node(), slot % FANOUT);
+        let child = self.load(upper, low);
+        debug_assert!(child.node() == space.node && offset < FANOUT);
+        self.store(upper, low, child.shifted(offset));
+        Space { offset, ..space }
     }
 
     /// Whether a slot could get an address space of so many blocks.
@@ -159,37 +248,60 @@ impl Table {
 
     /// Finds the address space of a slot by walking from the root.
     pub(crate) fn space(&self, slot: u32) -> Option<Space> {
+        let lower = self.space_entry(slot);
+        lower.is_present().then(|| Space {
+            node: lower.node(),
+            offset: lower.offset(),
+        })
+    }
+
+    /// The entry of level 3 of a slot.
+    fn space_entry(&self, slot: u32) -> Pte {
         let upper = self.load(ROOT, slot / FANOUT);
-        let lower = if upper.is_present() {
-            self.load(upper.block(), slot % FANOUT)
+        if upper.is_present() {
+            self.load(upper.node(), slot % FANOUT)
         } else {
             upper
-        };
-        lower.is_present().then(|| Space(lower.block()))
+        }
     }
 
     /// Gives the address space back; every block in it must be unmapped.
-    pub(crate) fn close(&self, slot: u32, space: Space) {
-        let upper = self.load(ROOT, slot / FANOUT);
-        debug_assert_eq!(self.load(upper.block(), slot % FANOUT), Pte::child(space.0));
-        self.store(upper.block(), slot % FANOUT, Pte::ABSENT);
-        lock(&self.free).reused.push(space.0);
+    pub fn close(&self, slot: u32, space: Space) {
+        let upper = self.load(ROOT, slot / FANOUT).node();
+        debug_assert_eq!(self.load(upper, slot % FANOUT).node(), space.node);
+        self.store(upper, slot % FANOUT, Pte::ABSENT);
+        lock(&self.free).reused.push(space.node);
     }
 
-    /// Makes sure that the blocks `from..to` can be mapped without failing. All or nothing.
-    /// Blocks below `from` are mapped already.
-    pub(crate) fn reserve(&self, space: Space, from: u32, to: u32) -> Result<()> {
-        let (first, last) = (from.div_ceil(FANOUT), to.div_ceil(FANOUT));
-        if first == last {
+    /// Tables of level 1 that `from..to` needs and the blocks below `from` do not have yet.
+    fn fresh_tables(space: Space, from: u32, to: u32) -> std::ops::Range<u32> {
+        let first = match from {
+            0 => space.offset / FANOUT,
+            from => space.virtual_of(from).div_ceil(FANOUT),
+        };
+        if from == to {
+            return first..first;
+        }
+        first..space.virtual_of(to).div_ceil(FANOUT).max(first)
+    }
+
+    /// Makes sure that the blocks `from..to` can be mapped without failing. All or nothing. The
+    /// block before `from`, if there is one, is mapped.
+    pub fn reserve(&self, slot: u32, space: Space, from: u32, to: u32) -> Result<()> {
+        let tables = Self::fresh_tables(space, from, to);
+        if tables.is_empty() {
             return Ok(());
         }
         let mut free = lock(&self.free);
-        for index in first..last {
-            if self.load(space.0, index).is_present() {
+        for index in tables {
+            if self.load(space.node, index).is_present() {
                 continue;
             }
             match self.allocate(&mut free) {
-                Ok(node) => self.store(space.0, index, Pte::child(node)),
+                Ok(node) => {
+                    let child = self.begin(node, slot, Some(index));
+                    self.store(space.node, index, child);
+                }
                 Err(error) => {
                     drop(free);
                     self.trim(space, from, to);
@@ -200,107 +312,25 @@ impl Table {
         Ok(())
     }
 
-    /// Undoes [`Table::reserve`] for blocks that were not mapped after all.
+    /// Undoes [`Table::reserve`] for blocks that were not mapped after all, or are no longer.
     pub(crate) fn trim(&self, space: Space, from: u32, to: u32) {
-        let (first, last) = (from.div_ceil(FANOUT), to.div_ceil(FANOUT));
-        if first == last {
+        self.give_tables(space, Self::fresh_tables(space, from, to));
+    }
+
+    /// Gives tables of level 1 back in which nothing is mapped.
+    fn give_tables(&self, space: Space, tables: std::ops::Range<u32>) {
+        if tables.is_empty() {
             return;
         }
         let mut free = lock(&self.free);
-        for index in first..last {
-            let child = self.load(space.0, index);
+        for index in tables {
+            let child = self.load(space.node, index);
             if child.is_present() {
-                self.store(space.0, index, Pte::ABSENT);
-                free.reused.push(child.block());
+                debug_assert!(!child.is_leaf());
+                self.store(space.node, index, Pte::ABSENT);
+                free.reused.push(child.node());
             }
         }
-    }
-
-    /// Maps blocks from logical block `from` on; [`Table::reserve`] made room.
-    pub(crate) fn map(&self, space: Space, from: u32, blocks: &[u32]) {
-        let mut rest = blocks;
-        let mut at = from;
-        while !rest.is_empty() {
-            let node = self.load(space.0, at / FANOUT).block();
-            let (here, tail) = rest.split_at(rest.len().min((FANOUT - at % FANOUT) as usize));
-            for (i, &block) in (at % FANOUT..).zip(here) {
-                self.store(node, i, Pte::leaf(block, 0));
-            }
-            at += here.len() as u32;
-            rest = tail;
-        }
-    }
-
-    /// Replaces the block of one entry, unless it is no longer `old`.
-    pub(crate) fn remap(&self, space: Space, index: u32, old: u32, new: u32) -> bool {
-        let child = self.load(space.0, index / FANOUT);
-        if !child.is_present() {
-            return false;
-        }
-        // AcqRel: Release publishes the new block (pairs with the Acquire of `load`); Acquire sees
-        // what the writer of the old entry did.
-        self.entry(child.block(), index % FANOUT)
-            .compare_exchange(
-                Pte::leaf(old, 0).0,
-                Pte::leaf(new, 0).0,
-                Ordering::AcqRel,
-                Ordering::Acquire,
-            )
-            .is_ok()
-    }
-
-    /// Unmaps `from..to`, the end of the address space, and gives back nodes that become empty.
-    pub(crate) fn unmap(&self, space: Space, from: u32, to: u32) {
-        let mut at = from;
-        while at < to {
-            let node = self.load(space.0, at / FANOUT).block();
-            let end = to.min((at / FANOUT + 1) * FANOUT);
-            for i in at..end {
-                self.store(node, i % FANOUT, Pte::ABSENT);
-            }
-            at = end;
-        }
-        self.trim(space, from, to);
-    }
-
-    /// The entry of one logical block.
-    pub(crate) fn get(&self, space: Space, index: u32) -> Pte {
-        let upper = self.load(space.0, index / FANOUT);
-        if upper.is_present() {
-            self.load(upper.block(), index % FANOUT)
-        } else {
-            Pte::ABSENT
-        }
-    }
-
-    /// Physical block of a logical block that is mapped.
-    pub(crate) fn block(&self, space: Space, index: u32) -> u32 {
-        let pte = self.get(space, index);
-        debug_assert!(pte.is_present(), "logical block {index} is not mapped");
-        pte.block()
-    }
-
-    /// Physical blocks of `from..to`, all mapped, each leaf table visited once.
-    pub(crate) fn blocks(
-        &self,
-        space: Space,
-        from: u32,
-        to: u32,
-    ) -> impl Iterator<Item = u32> + '_ {
-        (from / FANOUT..to.div_ceil(FANOUT)).flat_map(move |upper| {
-            let base = upper * FANOUT;
-            let node = if from < to {
-                self.load(space.0, upper).block()
-            } else {
-                0
-            };
-            let start = node as usize * FANOUT as usize;
-            let (low, high) = (from.max(base) - base, to.min(base + FANOUT) - base);
-            // Acquire: as in `load`.
-            self.entries[start + low as usize..start + high as usize]
-                .iter()
-                .map(|entry| Pte(entry.load(Ordering::Acquire)).block())
-        })
     }
 }
 
@@ -308,77 +338,153 @@ impl Table {
 mod tests {
     use super::*;
 
+    fn map(table: &Table, space: Space, from: u32, blocks: &[u32]) {
+        table.map_each(space, from, blocks, |_, _| {});
+    }
+
     #[test]
     fn every_entry_around_the_roll_over_of_a_level_is_its_own() {
-        let table = Table::new(1200).unwrap();
+        let table = Table::<512>::new(1300).unwrap();
         let slots = [0, 1, 511, 512];
         let spaces: Vec<_> = slots
             .iter()
-            .map(|&slot| table.open(slot).unwrap())
+            .enumerate()
+            .map(|(i, &slot)| {
+                let space = table.open(slot).unwrap();
+                table.shift(slot, space, i as u32 * 170)
+            })
             .collect();
         let indices = [0, 1, 510, 511, 512, 513, 1023, 1024, 65_535];
         for (s, &space) in spaces.iter().enumerate() {
-            table.reserve(space, 0, 65_536).unwrap();
+            table.reserve(slots[s], space, 0, 65_536).unwrap();
             for (i, &index) in indices.iter().enumerate() {
-                table.map(space, index, &[(s * 100 + i) as u32]);
+                map(&table, space, index, &[(s * 100 + i) as u32]);
             }
         }
         for (s, &space) in spaces.iter().enumerate() {
             assert_eq!(table.space(slots[s]), Some(space));
             for (i, &index) in indices.iter().enumerate() {
-                assert_eq!(table.block(space, index), (s * 100 + i) as u32);
+                let block = (s * 100 + i) as u32;
+                assert_eq!(table.block(space, index), block);
+                assert_eq!(table.look(slots[s], index), Some(block));
+                let loc = table.page(space, index).loc;
+                assert_eq!(table.whose(loc), (slots[s], space.virtual_of(index)));
             }
             assert!(!table.get(space, 2).is_present());
+            assert_eq!(table.look(slots[s], 2), None);
         }
         assert_eq!(table.space(513), None);
+        assert_eq!(table.look(513, 0), None);
+        assert_eq!(table.look(0, 512 * 512), None);
     }
 
     #[test]
     fn a_reservation_that_fails_gives_its_nodes_back() {
-        let table = Table::new(5).unwrap();
+        let table = Table::<512>::new(5).unwrap();
         let space = table.open(7).unwrap();
-        table.reserve(space, 0, 512).unwrap();
-        table.map(space, 0, &(0..512).collect::<Vec<_>>());
+        table.reserve(7, space, 0, 512).unwrap();
+        map(&table, space, 0, &(0..512).collect::<Vec<_>>());
         let before = table.nodes_in_use();
         assert!(matches!(
-            table.reserve(space, 512, 1537),
+            table.reserve(7, space, 512, 1537),
             Err(Error::OutOfTables { .. })
         ));
         assert_eq!(table.nodes_in_use(), before);
-        table.reserve(space, 512, 1024).unwrap();
+        table.reserve(7, space, 512, 1024).unwrap();
         assert!(matches!(table.open(8), Err(Error::OutOfTables { .. })));
     }
 
     #[test]
     fn nodes_come_back_when_their_last_block_is_unmapped() {
-        let table = Table::new(16).unwrap();
+        let table = Table::<512>::new(16).unwrap();
         let space = table.open(0).unwrap();
         let before = table.nodes_in_use();
-        table.reserve(space, 0, 1025).unwrap();
-        table.map(space, 0, &(0..1025).collect::<Vec<_>>());
+        table.reserve(0, space, 0, 1025).unwrap();
+        map(&table, space, 0, &(0..1025).collect::<Vec<_>>());
         assert_eq!(
-            table.blocks(space, 500, 520).collect::<Vec<_>>(),
+            table.blocks(space, 500, 520),
             (500..520).collect::<Vec<_>>()
         );
-        assert_eq!(table.blocks(space, 3, 3).count(), 0);
-        table.unmap(space, 1024, 1025);
+        assert_eq!(table.blocks(space, 3, 3), [0; 0]);
+        table.unmap(space, 1024, 1025, 0..1024);
         assert_eq!(table.nodes_in_use(), before + 2);
-        table.unmap(space, 513, 1024);
+        table.unmap(space, 513, 1024, 0..513);
         assert_eq!(table.nodes_in_use(), before + 2);
-        table.unmap(space, 0, 513);
+        table.unmap(space, 0, 513, 0..0);
         assert_eq!(table.nodes_in_use(), before);
         table.close(0, space);
         assert_eq!(table.nodes_in_use(), before - 1);
     }
 
     #[test]
+    fn a_space_loses_tables_at_both_ends_and_never_one_that_it_uses() {
+        let table = Table::<512>::new(16).unwrap();
+        let space = table.open(3).unwrap();
+        let space = table.shift(3, space, 500);
+        let before = table.nodes_in_use();
+        table.reserve(3, space, 0, 1000).unwrap();
+        assert_eq!(table.nodes_in_use(), before + 3);
+        map(&table, space, 0, &(0..1000).collect::<Vec<_>>());
+        table.unmap(space, 0, 11, 11..1000);
+        assert_eq!(table.nodes_in_use(), before + 3);
+        table.unmap(space, 11, 12, 12..1000);
+        assert_eq!(table.nodes_in_use(), before + 2);
+        table.unmap(space, 12, 999, 999..1000);
+        assert_eq!(table.nodes_in_use(), before + 1);
+        assert_eq!(table.block(space, 999), 999);
+        table.unmap(space, 999, 1000, 0..0);
+        assert_eq!(table.nodes_in_use(), before);
+    }
+
+    #[test]
     fn a_remap_that_lost_changes_nothing() {
-        let table = Table::new(8).unwrap();
+        let table = Table::<512>::new(8).unwrap();
         let space = table.open(0).unwrap();
         assert!(!table.remap(space, 0, 1, 2));
-        table.reserve(space, 0, 1).unwrap();
-        table.map(space, 0, &[4]);
+        table.reserve(0, space, 0, 1).unwrap();
+        map(&table, space, 0, &[4]);
         assert!(!table.remap(space, 0, 3, 9) && table.remap(space, 0, 4, 9));
         assert_eq!(table.block(space, 0), 9);
+    }
+
+    #[test]
+    fn pages_of_all_sizes_side_by_side() {
+        let table = Table::<512>::new(8).unwrap();
+        let space = table.open(9).unwrap();
+        let space = table.shift(9, space, 508);
+        table.reserve(9, space, 0, 4 + 512 + 10).unwrap();
+        let quad = table.map(space, 0, 40, 2);
+        let huge = table.map(space, 4, 1024, 9);
+        let eight = table.map(space, 516, 8, 3);
+        map(&table, space, 524, &[77, 3]);
+        let pages: Vec<_> = table.pages(space, 1, 526).collect();
+        let page = |index, block, order, loc| Page {
+            index,
+            block,
+            order,
+            loc,
+        };
+        assert_eq!(pages[0], page(0, 40, 2, quad));
+        assert_eq!(pages[1], page(4, 1024, 9, huge));
+        assert_eq!(pages[2], page(516, 8, 3, eight));
+        assert_eq!(
+            pages[3..].iter().map(|p| p.block).collect::<Vec<_>>(),
+            [77, 3]
+        );
+        assert_eq!(table.whose(huge), (9, 512));
+        let plain = |table: &Table| table.blocks(space, 0, 526);
+        let before = plain(&table);
+        let nodes = table.nodes_in_use();
+        table.split(9, space, 300, 2);
+        assert_eq!(plain(&table), before);
+        assert_eq!(table.page(space, 300).order, 2);
+        assert_eq!(table.promote(space, 4, 9), huge);
+        assert_eq!(plain(&table), before);
+        assert_eq!(table.nodes_in_use(), nodes);
+        assert!((0..526).all(|at| table.look(9, at) == Some(before[at as usize])));
+        table.unmap(space, 4, 526, 0..4);
+        assert_eq!(table.blocks(space, 0, 4), [40, 41, 42, 43]);
+        assert_eq!(table.look(9, 4), None);
+        assert_eq!(table.nodes_in_use(), nodes - 2);
     }
 }

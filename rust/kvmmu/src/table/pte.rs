@@ -1,17 +1,31 @@
-//! One page-table entry: what maps one page of a sequence.
+//! One page-table entry: what maps one page of a sequence, or names the next table.
+//!
+//! What lives here: the bit layout. What never lives here: memory ([`super::Table`]).
 //!
 //! ```text
-//!   0      present
-//!   1      leaf       (an entry of an upper level: set, it maps; clear, it names a child node)
-//!   2..5   order      the page is 2^order blocks, naturally aligned
-//!  16..47  block      first physical block of the page, or index of the child node
+//!           leaf (maps)                         child (names a node)
+//!   0       present                             present
+//!   1       set                                 clear
+//!   2..5    order: 2^order aligned blocks       -
+//!   6..27   node kept for a split (level 2)     the node
+//!  28..36   -                                   virtual offset (level 3)
+//!  32..63   first physical block                37..63: generation of the node
 //! ```
-//! An absent entry is 0.
+//! An absent entry is 0. Every entry of level 1 names its own block, whatever its order: a reader
+//! never needs the others of its page (as with the contiguous hint of arm64).
 
 const PRESENT: u64 = 1;
 const LEAF: u64 = 2;
 const ORDER_SHIFT: u32 = 2;
-const BLOCK_SHIFT: u32 = 16;
+const NODE_SHIFT: u32 = 6;
+const NODE_MASK: u64 = (1 << NODE_BITS) - 1;
+const OFFSET_SHIFT: u32 = 28;
+const OFFSET_MASK: u64 = 0x1ff;
+const GENERATION_SHIFT: u32 = 37;
+const BLOCK_SHIFT: u32 = 32;
+
+/// Bits of a node number.
+pub(crate) const NODE_BITS: u32 = 22;
 
 /// A page-table entry, by value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,15 +35,27 @@ impl Pte {
     /// Maps nothing.
     pub const ABSENT: Pte = Pte(0);
 
-    /// Maps the page of `2^order` blocks that starts at `block`.
+    /// Maps one block of a page of `2^order`.
     pub fn leaf(block: u32, order: u32) -> Self {
-        debug_assert!(order <= 9 && block.is_multiple_of(1 << order));
+        debug_assert!(order <= 9);
         Pte(PRESENT | LEAF | (u64::from(order) << ORDER_SHIFT) | (u64::from(block) << BLOCK_SHIFT))
     }
 
-    /// Names a node of the next level.
-    pub(super) fn child(node: u32) -> Self {
-        Pte(PRESENT | (u64::from(node) << BLOCK_SHIFT))
+    /// Maps the page of `2^order` blocks that starts at `block`; `node` is kept for a split.
+    pub(super) fn huge(block: u32, order: u32, node: u32) -> Self {
+        debug_assert!(block.is_multiple_of(1 << order));
+        Pte(Pte::leaf(block, order).0 | (u64::from(node) << NODE_SHIFT))
+    }
+
+    /// Names a node of the next level, in one of its lives.
+    pub(super) fn child(node: u32, generation: u64) -> Self {
+        Pte(PRESENT | (u64::from(node) << NODE_SHIFT) | (generation << GENERATION_SHIFT))
+    }
+
+    /// A child whose logical blocks begin at this entry of its first table.
+    pub(super) fn shifted(self, offset: u32) -> Self {
+        let rest = self.0 & !(OFFSET_MASK << OFFSET_SHIFT);
+        Pte(rest | (u64::from(offset) << OFFSET_SHIFT))
     }
 
     /// True unless absent.
@@ -42,13 +68,23 @@ impl Pte {
         self.0 & LEAF != 0
     }
 
-    /// log2 of the blocks that it maps.
+    /// log2 of the blocks of the page.
     pub fn order(self) -> u32 {
         (self.0 >> ORDER_SHIFT) as u32 & 0xf
     }
 
-    /// First physical block of the page (of an upper entry that is no leaf: the child node).
+    /// Physical block (of a leaf).
     pub fn block(self) -> u32 {
         (self.0 >> BLOCK_SHIFT) as u32
+    }
+
+    /// The node that a child names, or that a huge leaf keeps.
+    pub(super) fn node(self) -> u32 {
+        (self.0 >> NODE_SHIFT & NODE_MASK) as u32
+    }
+
+    /// The offset of a child of level 3.
+    pub(super) fn offset(self) -> u32 {
+        (self.0 >> OFFSET_SHIFT & OFFSET_MASK) as u32
     }
 }

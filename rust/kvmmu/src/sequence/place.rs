@@ -1,0 +1,446 @@
+//! Where the blocks of a sequence come from.
+//!
+//! What lives here: completing a reservation by eviction and by breaking holds, choosing pages and
+//! runs for a range of a sequence, growing in place. What never lives here: finding a shape in the
+//! pool ([`crate::pool`]), mapping it ([`crate::state`], `mapping`).
+//!
+//! A range of virtual blocks is cut at the borders of regions of 512. Each complete region gets a
+//! huge page, if the sequence is long enough and one is free; what is left, and regions that got
+//! none, are claimed as one run each, aligned as they are virtually to the next smaller page, or in
+//! the few runs that there are. The last run of a sequence keeps a hold behind it: a few empty
+//! blocks into which it grows (compare the reservations of Navarro, Iyer, Druschel and Cox, OSDI
+//! 2002). Nothing is refused for its shape unless the caller asked for that.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::pool::{Fit, Placement, Zone};
+use crate::state::{Mmu, Shared};
+use crate::stats::count;
+use crate::sync::MutexGuard;
+
+const REGION: u32 = 512;
+
+/// Blocks that a call may claim.
+#[derive(Debug, Default)]
+pub(super) struct Claim {
+    /// Reserved in the pool.
+    pub(super) reserved: u32,
+    /// Claimed already.
+    ready: Vec<u32>,
+}
+
+/// Blocks that a call may claim, some of them after evicting others.
+#[derive(Debug)]
+#[must_use]
+pub(super) struct Reserved {
+    reserved: u32,
+    evict: u32,
+}
+
+/// What part of a sequence blocks are for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    /// Its first virtual block.
+    pub(super) at: u32,
+    /// Blocks.
+    pub(super) n: u32,
+    /// Page orders that may be used, a bit for each.
+    pub(super) orders: u32,
+    pub(super) zone: Zone,
+    /// Blocks at the start of it that must lie in one run.
+    pub(super) contiguous: u32,
+}
+
+impl Part {
+    /// Complete regions of 512 blocks that may be huge pages.
+    pub(super) fn regions(&self) -> u32 {
+        if self.orders >> 9 & 1 == 0 {
+            return 0;
+        }
+        ((self.at + self.n) / REGION).saturating_sub(self.at.div_ceil(REGION))
+    }
+}
+
+/// A huge page is missing, or a run: what was asked for is not to be had.
+#[derive(Debug)]
+pub(super) struct Missing {
+    /// Blocks that were to be contiguous.
+    pub(super) run: u32,
+}
+
+impl Mmu {
+    /// Reserves `needed` blocks, taking the shared lock only when the empty ones do not suffice.
+    pub(super) fn reserve_with<'a>(
+        &'a self,
+        needed: u32,
+        shared: &mut Option<MutexGuard<'a, Shared>>,
+    ) -> Result<Reserved> {
+        if self.pool.reserve(needed) {
+            return Ok(Reserved {
+                reserved: needed,
+                evict: 0,
+            });
+        }
+        self.reserve(shared.get_or_insert_with(|| self.shared()), needed, 0)
+    }
+
+    /// Reserves `needed` blocks: empty ones, then evictable ones, of which `protected` are spoken
+    /// for, then those that are held. All or nothing. What is to be evicted stays there while the
+    /// caller holds the shared lock.
+    pub(super) fn reserve(
+        &self,
+        _shared: &Shared,
+        needed: u32,
+        protected: u32,
+    ) -> Result<Reserved> {
+        let evictable = self.pool.num_evictable() - protected;
+        let mut reserved = self.pool.reserve_up_to(needed);
+        let missing = (needed - reserved).saturating_sub(evictable);
+        if missing > 0 && missing <= self.holds.total() {
+            self.break_holds(missing);
+            reserved += self.pool.reserve_up_to(needed - reserved);
+        }
+        if needed - reserved > evictable {
+            self.pool.unreserve(reserved);
+            return Err(Error::OutOfBlocks {
+                needed: u64::from(needed),
+                available: u64::from(reserved + evictable + self.holds.total()),
+                num_blocks: u64::from(self.config.num_blocks),
+            });
+        }
+        Ok(Reserved {
+            reserved,
+            evict: needed - reserved,
+        })
+    }
+
+    /// Evicts what a reservation counts on. `shared` is needed when there is something to evict.
+    pub(super) fn complete(&self, reserved: Reserved, shared: Option<&mut Shared>) -> Claim {
+        let Reserved { reserved, evict } = reserved;
+        let mut claim = Claim {
+            reserved,
+            ready: Vec::new(),
+        };
+        if evict > 0 {
+            let shared = shared.expect("evicting needs the shared lock");
+            let (mut evicted, spare) = self.evict_oldest(shared, evict);
+            if self.config.placement == Placement::AddressOrder {
+                // Where they lay does not matter: what is claimed is chosen among all.
+                evicted.sort_unstable();
+                self.pool.give_reserved(&evicted);
+                claim.reserved += evict;
+            } else {
+                claim.ready = evicted;
+            }
+            self.pool.give(&spare);
+        }
+        claim
+    }
+
+    /// Gives a reservation back.
+    pub(super) fn unreserve(&self, reserved: Reserved) {
+        self.pool.unreserve(reserved.reserved);
+    }
+
+    /// Gives back what is left of a claim.
+    pub(super) fn give_up(&self, claim: Claim) {
+        self.pool.unreserve(claim.reserved);
+        self.pool.give(&claim.ready);
+    }
+
+    /// Claims blocks one by one or in the runs that there are.
+    pub(super) fn take_any(
+        &self,
+        claim: &mut Claim,
+        n: u32,
+        (zone, fit): (Zone, Fit),
+        out: &mut Vec<u32>,
+    ) {
+        let reserved = n.min(claim.reserved);
+        self.pool.take(reserved, zone, fit, out);
+        claim.reserved -= reserved;
+        let start = out.len();
+        let rest = claim.ready.len() - (n - reserved) as usize;
+        out.extend(claim.ready.drain(rest..));
+        out[start..].sort_unstable();
+        count(&self.stats.claimed_blocks, n as usize);
+    }
+
+    /// Claims the blocks of a part of a sequence. `strict`: each complete region must be a huge page
+    /// and the contiguous start one run, else it is refused and nothing is claimed.
+    pub(super) fn place(
+        &self,
+        claim: &mut Claim,
+        part: Part,
+        strict: bool,
+        out: &mut Vec<u32>,
+    ) -> std::result::Result<(), Missing> {
+        let start = out.len();
+        let placed = self.place_pages(claim, part, strict, out);
+        if placed.is_err() {
+            // The caller still has its claim: what was taken of it is reserved again.
+            let taken = out.split_off(start);
+            claim.reserved += taken.len() as u32;
+            self.pool.give_reserved(&taken);
+        }
+        placed
+    }
+
+    fn place_pages(
+        &self,
+        claim: &mut Claim,
+        part: Part,
+        strict: bool,
+        out: &mut Vec<u32>,
+    ) -> std::result::Result<(), Missing> {
+        let Part {
+            mut at,
+            n,
+            orders,
+            zone,
+            contiguous,
+        } = part;
+        if self.config.placement != Placement::AddressOrder {
+            if strict && (contiguous > 1 || orders >> 9 & 1 != 0 && n >= REGION) {
+                return Err(Missing { run: contiguous });
+            }
+            self.take_any(claim, n, (zone, Fit::Together), out);
+            return Ok(());
+        }
+        let end = at + n;
+        let align = if orders == 1 {
+            1
+        } else {
+            1 << self.config.page_orders.alignment()
+        };
+        let spare = self.config.hold_blocks;
+        if contiguous > 0 {
+            let n = contiguous.min(n);
+            let room = if at + n == end { spare } else { 0 };
+            let first = self
+                .pool
+                .take_tail(n, room, (align, at & (align - 1)), zone);
+            let first = first.or_else(|| self.pool.take_run(n, zone));
+            match first {
+                Some(first) => {
+                    claim.reserved -= n;
+                    count(&self.stats.claimed_blocks, n as usize);
+                    out.extend(first..first + n);
+                    at += n;
+                }
+                None if strict => return Err(Missing { run: n }),
+                None => {}
+            }
+        }
+        let first = at.div_ceil(REGION);
+        let n = end - at;
+        let regions = Part { at, n, ..part }.regions();
+        let mut windows = Vec::new();
+        while (windows.len() as u32) < regions {
+            let found = self.pool.take_window(zone);
+            let found = found.or_else(|| match self.break_holds_of_windows() {
+                true => self.pool.take_window(zone),
+                false => None,
+            });
+            let Some(window) = found else { break };
+            claim.reserved -= REGION;
+            windows.push(window);
+        }
+        count(&self.stats.claimed_blocks, windows.len() * REGION as usize);
+        let missed = regions - windows.len() as u32;
+        if missed > 0 {
+            count(&self.stats.huge_missed, missed as usize);
+            if strict {
+                let taken = windows.iter().flat_map(|&first| first..first + REGION);
+                out.extend(taken);
+                return Err(Missing { run: REGION });
+            }
+        }
+        for (region, window) in (first..).zip(windows) {
+            self.place_run(claim, at..region * REGION, align, (zone, 0), out);
+            out.extend(window..window + REGION);
+            at = (region + 1) * REGION;
+        }
+        self.place_run(claim, at..end, align, (zone, spare), out);
+        Ok(())
+    }
+
+    /// Claims one run, or the few that there are.
+    fn place_run(
+        &self,
+        claim: &mut Claim,
+        part: Range<u32>,
+        align: u32,
+        (zone, spare): (Zone, u32),
+        out: &mut Vec<u32>,
+    ) {
+        let n = part.len() as u32;
+        if n == 0 {
+            return;
+        }
+        let place = (align, part.start & (align - 1));
+        match self.pool.take_tail(n, spare, place, zone) {
+            Some(first) => {
+                claim.reserved -= n;
+                count(&self.stats.claimed_blocks, n as usize);
+                out.extend(first..first + n);
+            }
+            None => self.take_any(claim, n, (zone, Fit::Together), out),
+        }
+    }
+
+    // -- holds -------------------------------------------------------------------------------
+
+    pub(super) fn has_holds(&self) -> bool {
+        self.config.hold_blocks > 0 && self.config.placement == Placement::AddressOrder
+    }
+
+    /// Up to `n` blocks that follow `last` directly: out of the hold, or because they are empty.
+    pub(super) fn grow_in_place(&self, slot: u32, last: u32, n: u32, out: &mut Vec<u32>) {
+        let held = self.holds.take(slot, last, n);
+        for block in held.clone() {
+            self.pool.set_stuck(block, false);
+        }
+        let mut rest = n - held.len() as u32;
+        let last = if held.is_empty() { last } else { held.end - 1 };
+        out.extend(held);
+        if rest > 0 {
+            // What is left of the hold lies elsewhere.
+            self.drop_hold(slot);
+            let room = self
+                .pool
+                .free_from(last + 1, rest + self.config.hold_blocks);
+            if room >= rest && self.pool.claim_exact(last + 1, room) {
+                out.extend(last + 1..last + 1 + rest);
+                self.keep(slot, last + 1 + rest..last + 1 + room);
+                rest = 0;
+            }
+        }
+        count(&self.stats.claimed_blocks, (n - rest) as usize);
+        count(&self.stats.grown_in_place, (n - rest) as usize);
+    }
+
+    /// Keeps what is empty behind a sequence for it, if it has no hold there.
+    pub(super) fn hold_behind(&self, slot: u32, last: u32) {
+        if !self.has_holds() {
+            return;
+        }
+        let held = self.holds.of(slot);
+        if !held.is_empty() {
+            if held.start == last + 1 {
+                return;
+            }
+            self.drop_hold(slot);
+        }
+        let room = self.pool.free_from(last + 1, self.config.hold_blocks);
+        if room > 0 && self.pool.claim_exact(last + 1, room) {
+            self.keep(slot, last + 1..last + 1 + room);
+        }
+    }
+
+    fn keep(&self, slot: u32, held: Range<u32>) {
+        if held.is_empty() {
+            return;
+        }
+        for block in held.clone() {
+            self.pool.set_stuck(block, true);
+        }
+        self.holds.put(slot, held);
+        count(&self.stats.holds_made, 1);
+    }
+
+    /// A sequence gives up its hold. Returns how many blocks are empty for anybody now.
+    pub(crate) fn drop_hold(&self, slot: u32) -> u32 {
+        let held = self.holds.clear(slot);
+        for block in held.clone() {
+            self.pool.set_stuck(block, false);
+        }
+        self.pool.give(&held.clone().collect::<Vec<_>>());
+        held.len() as u32
+    }
+
+    /// Breaks the largest holds until `n` blocks have come of it.
+    fn break_holds(&self, n: u32) {
+        let mut freed = 0;
+        for (_, slot) in self.holds.largest() {
+            if freed >= n {
+                break;
+            }
+            freed += self.drop_hold(slot);
+            count(&self.stats.holds_broken, 1);
+        }
+    }
+
+    // -- windows -----------------------------------------------------------------------------
+
+    /// Sees to it that `n` windows are whole, as far as windows without live blocks make that
+    /// possible: those with the fewest cached blocks lose them.
+    pub(super) fn make_windows(&self, shared: &mut Shared, n: u32) {
+        let whole = self.pool.whole_windows();
+        if whole >= n || self.config.placement != Placement::AddressOrder {
+            return;
+        }
+        self.break_holds_of_windows();
+        let mut idle = self.pool.idle_windows();
+        idle.retain(|&(cached, _)| cached > 0);
+        idle.sort_unstable();
+        for (_, window) in idle.into_iter().take((n - whole) as usize) {
+            let mut empty = Vec::new();
+            for block in window * REGION..(window + 1) * REGION {
+                if self.pool.is_evictable(block) {
+                    self.evict_block(shared, block, &mut empty);
+                    empty.push(block);
+                }
+            }
+            self.pool.give(&empty);
+        }
+    }
+
+    /// Of each window with holds: blocks of them, and the slots that have them.
+    fn holds_by_window(&self) -> BTreeMap<u32, (u32, Vec<u32>)> {
+        let mut in_way: BTreeMap<u32, (u32, Vec<u32>)> = BTreeMap::new();
+        if self.holds.total() == 0 {
+            return in_way;
+        }
+        for (held, slot) in self.holds.largest() {
+            for window in held.start / REGION..held.end.div_ceil(REGION) {
+                let (from, to) = (window * REGION, (window + 1) * REGION);
+                let (n, slots) = in_way.entry(window).or_default();
+                *n += held.end.min(to) - held.start.max(from);
+                slots.push(slot);
+            }
+        }
+        in_way
+    }
+
+    /// Windows in which only holds lie and what is empty or cached.
+    pub(super) fn windows_of_holds(&self) -> u32 {
+        let way = |(&window, (held, _)): (&u32, &(u32, Vec<u32>))| {
+            self.pool.available_in(window) + held >= REGION
+        };
+        self.holds_by_window()
+            .iter()
+            .filter(|&each| way(each))
+            .count() as u32
+    }
+
+    /// Breaks the holds of windows in which nothing else lies that is not cached. Returns whether
+    /// there were any.
+    fn break_holds_of_windows(&self) -> bool {
+        let mut any = false;
+        for (window, (held, slots)) in self.holds_by_window() {
+            if self.pool.available_in(window) + held < REGION {
+                continue;
+            }
+            for slot in slots {
+                if self.drop_hold(slot) > 0 {
+                    count(&self.stats.holds_broken, 1);
+                    any = true;
+                }
+            }
+        }
+        any
+    }
+}
