@@ -10,7 +10,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvmmu::{Config, Error, Keys, Mmu, Moves, Placement, Plan, Rows, Tables, When};
+use kvmmu::{
+    Config, Error, Keys, Mmu, Moves, Opening, PageOrders, Placement, Plan, Rows, States, Tables,
+    When,
+};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -19,6 +22,12 @@ enum Op {
         prompt: u8,
         len: u8,
         salt: bool,
+        /// 0: default, 1: the start contiguous, 2: single blocks, 3: huge pages or nothing.
+        mode: u8,
+    },
+    ReleaseBefore {
+        seq: u8,
+        to: u8,
     },
     Append {
         seq: u8,
@@ -74,8 +83,9 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(End::Cancelled)
     ];
     prop_oneof![
-        4 => (0u8..4, 0u8..14, prop::bool::weighted(0.1))
-            .prop_map(|(prompt, len, salt)| Op::Open { prompt, len, salt }),
+        4 => (0u8..4, 0u8..14, prop::bool::weighted(0.1), prop_oneof![4 => Just(0u8), 1 => 1u8..4])
+            .prop_map(|(prompt, len, salt, mode)| Op::Open { prompt, len, salt, mode }),
+        1 => (any::<u8>(), any::<u8>()).prop_map(|(seq, to)| Op::ReleaseBefore { seq, to }),
         2 => (any::<u8>(), 0u8..6).prop_map(|(seq, n)| Op::Append { seq, n }),
         8 => (any::<u8>(), 0u8..6, prop::bool::weighted(0.9), end)
             .prop_map(|(seqs, query, known, end)| Op::Step { seqs, query, known, end }),
@@ -105,6 +115,89 @@ struct Seq {
     salt: bool,
     written: usize,
     scheduled: usize,
+    /// Tokens in front that were released.
+    released: usize,
+}
+
+/// What a world is made of.
+#[derive(Debug, Clone)]
+struct Setup {
+    blocks: u32,
+    block_size: u32,
+    scatter: bool,
+    null: u32,
+    orders: Vec<u32>,
+    medium_from: u32,
+    huge_from: u32,
+    hold: u32,
+    dedup: bool,
+    /// Prompts and queries are so many times as long.
+    scale: i32,
+}
+
+impl Setup {
+    /// A few single blocks.
+    fn plain(blocks: u32, block_size: u32) -> Self {
+        Setup {
+            blocks,
+            block_size,
+            scatter: false,
+            null: u32::MAX,
+            orders: vec![0],
+            medium_from: 0,
+            huge_from: 0,
+            hold: 0,
+            dedup: false,
+            scale: 1,
+        }
+    }
+}
+
+/// Small pools with any mix of page sizes.
+fn small() -> impl Strategy<Value = Setup> {
+    let pages = (
+        proptest::collection::btree_set(1u32..7, 0..4),
+        0u32..20,
+        0u32..9,
+        any::<bool>(),
+        1i32..4,
+    );
+    let null = prop_oneof![3 => Just(u32::MAX), 1 => 0u32..24];
+    (2u32..72, 1u32..5, prop::bool::weighted(0.2), null, pages).prop_map(
+        |(blocks, block_size, scatter, null, (orders, medium_from, hold, dedup, scale))| Setup {
+            blocks,
+            block_size,
+            scatter,
+            null,
+            orders: std::iter::once(0).chain(orders).collect(),
+            medium_from,
+            huge_from: medium_from,
+            hold,
+            dedup,
+            scale,
+        },
+    )
+}
+
+/// Pools of a few windows, with huge pages.
+fn huge() -> impl Strategy<Value = Setup> {
+    let orders = prop_oneof![Just(vec![0, 9]), Just(vec![0, 2, 9]), Just(vec![0, 3, 9])];
+    (1100u32..2600, orders, 0u32..9, any::<bool>(), 40i32..160).prop_map(
+        |(blocks, orders, hold, dedup, scale)| Setup {
+            orders,
+            huge_from: 300,
+            medium_from: 16,
+            hold,
+            dedup,
+            scale,
+            ..Setup::plain(blocks, 1)
+        },
+    )
+}
+
+/// States without a word on holds, which a call that fails may break.
+fn plain(states: States) -> States {
+    States { held: 0, ..states }
 }
 
 fn word(seq: &Seq, position: usize) -> u64 {
@@ -150,20 +243,29 @@ struct World {
     leases: Vec<(u64, Vec<(usize, u64)>)>,
     next_token: i32,
     committed: u32,
+    scale: i32,
 }
 
 const ROWS: usize = 4;
 
 impl World {
-    fn new(blocks: u32, block_size: u32, scatter: bool, null: u32) -> Self {
+    fn new(setup: &Setup) -> Self {
+        let Setup {
+            blocks, block_size, ..
+        } = *setup;
         let mut config = Config::new(blocks, block_size);
         config.max_sequences = 9;
-        config.null_block = null.min(blocks);
-        if scatter {
+        config.null_block = setup.null.min(blocks);
+        config.page_orders = PageOrders::new(&setup.orders).unwrap();
+        config.medium_from = setup.medium_from;
+        config.huge_from = setup.huge_from;
+        config.hold_blocks = setup.hold;
+        config.dedup = setup.dedup;
+        if setup.scatter {
             config.placement = Placement::Scatter { seed: 7 };
         }
         let mmu = Mmu::new(config).unwrap();
-        let rows = Rows::new(&mmu, ROWS, blocks as usize, 64).unwrap();
+        let rows = Rows::new(&mmu, ROWS, blocks as usize, 64 * setup.scale as usize).unwrap();
         let tables = rows.buffers();
         let places = (blocks as usize + 1) * block_size as usize;
         Self {
@@ -180,6 +282,7 @@ impl World {
             leases: Vec::new(),
             next_token: 1000,
             committed: 0,
+            scale: setup.scale,
         }
     }
 
@@ -208,6 +311,11 @@ impl World {
                     left as i32
                 } else {
                     i32::from(query)
+                        * if self.scale > 9 && i % 3 == 0 {
+                            self.scale
+                        } else {
+                            1
+                        }
                 }
             })
             .collect();
@@ -226,7 +334,7 @@ impl World {
             }
         }
         let step = self.mmu.begin_step();
-        let before = self.mmu.states();
+        let before = plain(self.mmu.states());
         let given = known.then_some(&new[..]);
         let mut buffers = self.tables.borrow();
         let prepared =
@@ -243,7 +351,7 @@ impl World {
                     "{error}"
                 );
                 assert_eq!(
-                    self.mmu.states(),
+                    plain(self.mmu.states()),
                     before,
                     "a failed prepare changed something"
                 );
@@ -312,26 +420,57 @@ impl World {
     }
 
     fn apply(&mut self, op: Op) {
-        let before = self.mmu.states();
-        let unchanged =
-            |mmu: &Mmu| assert_eq!(mmu.states(), before, "a failed call changed something");
+        let before = plain(self.mmu.states());
+        let unchanged = |mmu: &Mmu| {
+            assert_eq!(
+                plain(mmu.states()),
+                before,
+                "a failed call changed something"
+            )
+        };
         match op {
-            Op::Open { prompt, len, salt } => {
+            Op::Open {
+                prompt,
+                len,
+                salt,
+                mode,
+            } => {
                 // Prompts share prefixes: prompt p is 0, 1, 2, ... up to 3 p and then its own.
                 let own = |i: i32| {
-                    if i < 3 * i32::from(prompt) {
+                    if i < 3 * i32::from(prompt) * self.scale {
                         i
                     } else {
-                        i + 50 * i32::from(prompt)
+                        i + 5000 * i32::from(prompt)
                     }
                 };
-                let tokens: Vec<i32> = (0..i32::from(len)).map(own).collect();
+                let tokens: Vec<i32> = (0..i32::from(len) * self.scale).map(own).collect();
                 let quote = self.mmu.quote(&tokens, &keys(salt));
-                match self.mmu.open(&tokens, keys(salt)) {
+                let opening = Opening {
+                    contiguous: if mode == 1 { 7 * self.scale as u32 } else { 0 },
+                    page_orders: (mode == 2).then_some(PageOrders::SINGLE),
+                    require_huge: mode == 3 && self.scale > 9,
+                    ..Opening::default()
+                };
+                match self.mmu.open_with(&tokens, keys(salt), opening) {
                     Ok(id) => {
-                        assert_eq!(quote.when, When::Now);
-                        let cached = self.mmu.info(id).unwrap().num_cached_tokens as usize;
-                        assert_eq!(cached, quote.num_cached_tokens as usize);
+                        let info = self.mmu.info(id).unwrap();
+                        let cached = info.num_cached_tokens as usize;
+                        let blocks = self.mmu.block_table(id).unwrap();
+                        assert_eq!(blocks.len(), tokens.len().div_ceil(self.block_size));
+                        match mode {
+                            1 => {
+                                let n = (opening.contiguous as usize).div_ceil(self.block_size);
+                                let start = &blocks[..n.min(blocks.len())];
+                                assert!(start.windows(2).all(|pair| pair[0] + 1 == pair[1]));
+                            }
+                            3 if self.scale > 9 => assert_eq!(info.pages[9], info.regions),
+                            2 => assert_eq!(info.pages[0] as usize, blocks.len()),
+                            _ => {}
+                        }
+                        if mode % 2 == 0 {
+                            assert_eq!(quote.when, When::Now);
+                            assert_eq!(cached, quote.num_cached_tokens as usize);
+                        }
                         assert!(cached < tokens.len() || tokens.is_empty());
                         let seq = Seq {
                             tokens,
@@ -339,28 +478,58 @@ impl World {
                             salt,
                             written: cached,
                             scheduled: cached,
+                            released: 0,
                         };
                         self.seqs.insert(id, seq);
                     }
-                    Err(_) => {
-                        assert_ne!(quote.when, When::Now);
-                        unchanged(&self.mmu);
+                    Err(error) => {
+                        if mode % 2 == 0 {
+                            assert_ne!(quote.when, When::Now, "{error}");
+                        }
+                        // (A shape that was asked for may cost cached blocks in vain.)
+                        let cached = |states: States| States {
+                            empty: states.empty + states.cached,
+                            cached: 0,
+                            ..states
+                        };
+                        assert_eq!(cached(plain(self.mmu.states())), cached(before));
+                        if mode == 0 {
+                            unchanged(&self.mmu);
+                        }
                     }
                 }
+            }
+            Op::ReleaseBefore { seq, to } => {
+                let Some(id) = self.pick(seq) else { return };
+                let seq = self.seqs.get_mut(&id).unwrap();
+                let to = to as usize * self.scale as usize % (seq.tokens.len() + 1);
+                let before = self.mmu.info(id).unwrap().num_released as usize;
+                let released = self.mmu.release_before(id, to as u32).unwrap() as usize;
+                let after = self.mmu.info(id).unwrap().num_released as usize;
+                assert_eq!(before + released, after);
+                seq.released = after * self.block_size;
+                assert!(released == 0 || seq.released <= to.min(seq.written));
+                // All that is settled but one or two blocks is released.
+                let could = (to.min(seq.written) / self.block_size).saturating_sub(2);
+                assert!(after >= could.min(after.max(could)), "{after} of {could}");
+                let beyond = self.mmu.release_before(id, seq.tokens.len() as u32 + 1);
+                assert!(matches!(beyond, Err(Error::InvalidConfig(_))));
             }
             Op::Append { seq, n } => {
                 // Its copies are made at once, so what they read must be there.
                 self.drain();
-                let before = self.mmu.states();
+                let before = plain(self.mmu.states());
                 let Some(id) = self.pick(seq) else { return };
-                let tokens: Vec<i32> = (0..i32::from(n)).map(|i| self.next_token + i).collect();
-                self.next_token += i32::from(n);
+                let tokens: Vec<i32> = (0..i32::from(n) * (1 + self.scale / 2))
+                    .map(|i| self.next_token + i)
+                    .collect();
+                self.next_token += tokens.len() as i32;
                 match self.mmu.append(id, &tokens) {
                     Ok(copies) => {
                         self.copy(&copies);
                         self.seqs.get_mut(&id).unwrap().tokens.extend(tokens);
                     }
-                    Err(_) => assert_eq!(self.mmu.states(), before),
+                    Err(_) => assert_eq!(plain(self.mmu.states()), before),
                 }
             }
             Op::Step {
@@ -392,8 +561,13 @@ impl World {
             Op::Truncate { seq, to } => {
                 let Some(id) = self.pick(seq) else { return };
                 let seq = self.seqs.get_mut(&id).unwrap();
-                let to = to as usize % (seq.tokens.len() + 1);
-                self.mmu.truncate(id, to as u32).unwrap();
+                let to = to as usize * self.scale as usize % (seq.tokens.len() + 1);
+                let truncated = self.mmu.truncate(id, to as u32);
+                if seq.released > 0 && to <= seq.released {
+                    assert!(matches!(truncated, Err(Error::InvalidConfig(_))));
+                    return;
+                }
+                truncated.unwrap();
                 seq.tokens.truncate(to);
                 seq.written = seq.written.min(to);
                 seq.scheduled = seq.scheduled.min(to);
@@ -425,10 +599,15 @@ impl World {
             }
             Op::Lease { seq, from, to } => {
                 let Some(id) = self.pick(seq) else { return };
-                let len = self.seqs[&id].written;
+                let (len, released) = (self.seqs[&id].written, self.seqs[&id].released);
                 let from = from as usize % (len + 1);
                 let to = from + to as usize % (len + 1 - from);
-                let lease = self.mmu.lease(id, from as u32, to as u32).unwrap();
+                let lease = self.mmu.lease(id, from as u32, to as u32);
+                if from < released && from < to {
+                    assert!(matches!(lease, Err(Error::InvalidConfig(_))));
+                    return;
+                }
+                let lease = lease.unwrap();
                 // What it holds must read the same until it ends, whatever becomes of the sequence.
                 let waiting = self.in_flight.iter().flat_map(|step| &step.entries);
                 let size = self.block_size;
@@ -511,7 +690,7 @@ impl World {
                     if entries.any(|entry| entry.0 == *id) {
                         continue;
                     }
-                    for position in 0..self.seqs[id].written {
+                    for position in self.seqs[id].released..self.seqs[id].written {
                         let at = row * width + position / self.block_size;
                         let block = self.tables.block_table[at] as usize;
                         let slot = block * self.block_size + position % self.block_size;
@@ -543,9 +722,9 @@ impl World {
             if waiting(id) {
                 continue;
             }
-            let positions: Vec<i64> = (0..seq.written as i64).collect();
+            let positions: Vec<i64> = (seq.released as i64..seq.written as i64).collect();
             let slots = self.mmu.translate(id, &positions).unwrap();
-            for (position, slot) in slots.into_iter().enumerate() {
+            for (position, slot) in (seq.released..).zip(slots) {
                 assert_eq!(
                     self.memory[slot as usize],
                     word(seq, position),
@@ -581,8 +760,8 @@ impl World {
     }
 }
 
-fn run(blocks: u32, block_size: u32, scatter: bool, null: u32, ops: Vec<Op>) {
-    let mut world = World::new(blocks, block_size, scatter, null);
+fn run(setup: &Setup, ops: Vec<Op>) {
+    let mut world = World::new(setup);
     for op in ops {
         world.apply(op);
         world.check();
@@ -594,13 +773,25 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn every_sequence_reads_its_own_bytes(
-        blocks in 2u32..24,
-        block_size in 1u32..5,
-        scatter in any::<bool>(),
-        null in prop_oneof![3 => Just(u32::MAX), 1 => 0u32..24],
+        setup in small(),
         ops in proptest::collection::vec(op(), 1..60),
     ) {
-        run(blocks, block_size, scatter, null, ops);
+        run(&setup, ops);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        cases: ProptestConfig::default().cases / 4,
+        ..ProptestConfig::default()
+    })]
+    #[test]
+    fn every_sequence_reads_its_own_bytes_in_huge_pages(
+        setup in huge(),
+        ops in proptest::collection::vec(op(), 1..30),
+    ) {
+        run(&setup, ops);
     }
 }
 
@@ -611,10 +802,18 @@ fn random_operations_reach_every_kind_of_event() {
     use proptest::test_runner::TestRunner;
     let mut runner = TestRunner::deterministic();
     let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
-    for _ in 0..800 {
-        let shape = (4u32..20, 1u32..5, proptest::collection::vec(op(), 40..80));
-        let (blocks, size, ops) = shape.new_tree(&mut runner).unwrap().current();
-        let mut world = World::new(blocks, size, false, u32::MAX);
+    for round in 0..800 {
+        let ops = proptest::collection::vec(op(), 40..80);
+        let (plain, small, huge, ops) = ((4u32..20, 1u32..5), small(), huge(), ops)
+            .new_tree(&mut runner)
+            .unwrap()
+            .current();
+        let setup = match round % 8 {
+            0..4 => Setup::plain(plain.0, plain.1),
+            6 | 7 => huge,
+            _ => small,
+        };
+        let mut world = World::new(&setup);
         for op in ops {
             world.apply(op);
         }

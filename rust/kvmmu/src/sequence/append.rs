@@ -15,7 +15,8 @@ impl Mmu {
         let (from, space) = (sequence.tokens, sequence.space);
         let blocks = self.checked_blocks(from, tokens.len())?;
         let mapped = self.blocks_for(from);
-        self.table.reserve(slot, space, mapped, blocks)?;
+        self.table
+            .reserve(slot, space, mapped, blocks, mapped == 0)?;
 
         let to = from + tokens.len() as u32;
         let row = Row {
@@ -35,7 +36,7 @@ impl Mmu {
             Ok(reserved) => reserved,
             Err(error) => {
                 self.shrink_back(&mut rows);
-                self.table.trim(space, mapped, blocks);
+                self.table.trim(space, mapped, blocks, mapped == 0);
                 return Err(error);
             }
         };

@@ -14,7 +14,7 @@ impl Mmu {
         let (first, mapped) = (parent.first, self.blocks_for(parent.tokens));
         let (slot, mut child) = self.take_slot()?;
         child.space = self.table.shift(slot, child.space, parent.space.offset());
-        if let Err(error) = self.table.reserve(slot, child.space, first, mapped) {
+        if let Err(error) = self.table.reserve(slot, child.space, first, mapped, true) {
             self.give_slot(slot, child);
             return Err(error);
         }
@@ -22,7 +22,7 @@ impl Mmu {
         let pages = || self.table.pages(parent.space, first, mapped);
         let full = |block| self.pool.word(block).references() == MAX_REFERENCES;
         if pages().any(|page| page.blocks().any(full)) {
-            self.table.trim(child.space, first, mapped);
+            self.table.trim(child.space, first, mapped, true);
             self.give_slot(slot, child);
             let limit = u64::from(MAX_REFERENCES);
             return Err(Error::LimitExceeded {

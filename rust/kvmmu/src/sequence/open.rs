@@ -157,7 +157,7 @@ impl Mmu {
             false => self.offset(&matched, blocks, allowed),
         };
         let mut space = self.table.shift(slot, sequence.space, offset);
-        if offset > 0 && self.table.reserve(slot, space, 0, blocks).is_err() {
+        if offset > 0 && self.table.reserve(slot, space, 0, blocks, true).is_err() {
             // One table less may do.
             space = self.table.shift(slot, space, 0);
         }
@@ -172,10 +172,10 @@ impl Mmu {
         };
         let protected = self.evictable_among(&matched);
         if let Err(error) = self.check_room(&shared, part, protected, opening.require_huge) {
-            self.table.trim(space, 0, blocks);
+            self.table.trim(space, 0, blocks, true);
             return Err(error);
         }
-        self.table.reserve(slot, space, 0, blocks)?;
+        self.table.reserve(slot, space, 0, blocks, true)?;
 
         // Referenced before anything is evicted for it.
         for run in runs(&matched) {
@@ -197,7 +197,7 @@ impl Mmu {
                 self.release(&mut shared, None, block, &mut empty);
             }
             debug_assert!(empty.is_empty(), "matched blocks are published");
-            self.table.trim(space, 0, blocks);
+            self.table.trim(space, 0, blocks, true);
             return Err(error);
         }
         self.map_shared(&mut shared, sequence, 0, &matched, allowed);
@@ -309,8 +309,8 @@ impl Mmu {
         let matched = self.matched_blocks(&mut shared, tokens, keys, limit);
         let total = tokens.len().div_ceil(self.config.block_size as usize);
         let needed = total - matched.len();
-        let available =
-            self.pool.empty() + self.pool.num_evictable() - self.evictable_among(&matched);
+        let available = self.pool.empty() + self.holds.total() + self.pool.num_evictable()
+            - self.evictable_among(&matched);
         let never = total > self.config.max_blocks_per_sequence as usize
             || !self.table.could_hold(total as u32);
         let when = if never {

@@ -51,7 +51,7 @@ impl Mmu {
                 self.shrink_back(&mut batch);
                 for row in &batch[..done] {
                     let (from, to) = self.extent(row);
-                    self.table.trim(row.sequence.space, from, to);
+                    self.table.trim(row.sequence.space, from, to, from == 0);
                 }
                 return Err(error);
             }
@@ -169,7 +169,8 @@ impl Mmu {
     )> {
         for row in batch.iter() {
             let (from, to) = self.extent(row);
-            self.table.reserve(row.slot, row.sequence.space, from, to)?;
+            self.table
+                .reserve(row.slot, row.sequence.space, from, to, from == 0)?;
             *done += 1;
         }
         let mut shared = None;

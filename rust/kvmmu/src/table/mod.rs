@@ -273,11 +273,12 @@ impl<const FANOUT: u32> Table<FANOUT> {
         lock(&self.free).reused.push(space.node);
     }
 
-    /// Tables of level 1 that `from..to` needs and the blocks below `from` do not have yet.
-    fn fresh_tables(space: Space, from: u32, to: u32) -> std::ops::Range<u32> {
-        let first = match from {
-            0 => space.offset / FANOUT,
-            from => space.virtual_of(from).div_ceil(FANOUT),
+    /// Tables of level 1 that `from..to` needs and the blocks below `from` do not have yet; `alone`:
+    /// there are none.
+    fn fresh_tables(space: Space, from: u32, to: u32, alone: bool) -> std::ops::Range<u32> {
+        let first = match alone {
+            true => space.virtual_of(from) / FANOUT,
+            false => space.virtual_of(from).div_ceil(FANOUT),
         };
         if from == to {
             return first..first;
@@ -286,9 +287,9 @@ impl<const FANOUT: u32> Table<FANOUT> {
     }
 
     /// Makes sure that the blocks `from..to` can be mapped without failing. All or nothing. The
-    /// block before `from`, if there is one, is mapped.
-    pub fn reserve(&self, slot: u32, space: Space, from: u32, to: u32) -> Result<()> {
-        let tables = Self::fresh_tables(space, from, to);
+    /// block before `from` is mapped, or nothing is (`alone`).
+    pub fn reserve(&self, slot: u32, space: Space, from: u32, to: u32, alone: bool) -> Result<()> {
+        let tables = Self::fresh_tables(space, from, to, alone);
         if tables.is_empty() {
             return Ok(());
         }
@@ -304,7 +305,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
                 }
                 Err(error) => {
                     drop(free);
-                    self.trim(space, from, to);
+                    self.trim(space, from, to, alone);
                     return Err(error);
                 }
             }
@@ -313,8 +314,8 @@ impl<const FANOUT: u32> Table<FANOUT> {
     }
 
     /// Undoes [`Table::reserve`] for blocks that were not mapped after all, or are no longer.
-    pub(crate) fn trim(&self, space: Space, from: u32, to: u32) {
-        self.give_tables(space, Self::fresh_tables(space, from, to));
+    pub(crate) fn trim(&self, space: Space, from: u32, to: u32, alone: bool) {
+        self.give_tables(space, Self::fresh_tables(space, from, to, alone));
     }
 
     /// Gives tables of level 1 back in which nothing is mapped.
@@ -356,7 +357,7 @@ mod tests {
             .collect();
         let indices = [0, 1, 510, 511, 512, 513, 1023, 1024, 65_535];
         for (s, &space) in spaces.iter().enumerate() {
-            table.reserve(slots[s], space, 0, 65_536).unwrap();
+            table.reserve(slots[s], space, 0, 65_536, true).unwrap();
             for (i, &index) in indices.iter().enumerate() {
                 map(&table, space, index, &[(s * 100 + i) as u32]);
             }
@@ -382,15 +383,15 @@ mod tests {
     fn a_reservation_that_fails_gives_its_nodes_back() {
         let table = Table::<512>::new(5).unwrap();
         let space = table.open(7).unwrap();
-        table.reserve(7, space, 0, 512).unwrap();
+        table.reserve(7, space, 0, 512, true).unwrap();
         map(&table, space, 0, &(0..512).collect::<Vec<_>>());
         let before = table.nodes_in_use();
         assert!(matches!(
-            table.reserve(7, space, 512, 1537),
+            table.reserve(7, space, 512, 1537, false),
             Err(Error::OutOfTables { .. })
         ));
         assert_eq!(table.nodes_in_use(), before);
-        table.reserve(7, space, 512, 1024).unwrap();
+        table.reserve(7, space, 512, 1024, false).unwrap();
         assert!(matches!(table.open(8), Err(Error::OutOfTables { .. })));
     }
 
@@ -399,7 +400,7 @@ mod tests {
         let table = Table::<512>::new(16).unwrap();
         let space = table.open(0).unwrap();
         let before = table.nodes_in_use();
-        table.reserve(0, space, 0, 1025).unwrap();
+        table.reserve(0, space, 0, 1025, true).unwrap();
         map(&table, space, 0, &(0..1025).collect::<Vec<_>>());
         assert_eq!(
             table.blocks(space, 500, 520),
@@ -422,7 +423,7 @@ mod tests {
         let space = table.open(3).unwrap();
         let space = table.shift(3, space, 500);
         let before = table.nodes_in_use();
-        table.reserve(3, space, 0, 1000).unwrap();
+        table.reserve(3, space, 0, 1000, true).unwrap();
         assert_eq!(table.nodes_in_use(), before + 3);
         map(&table, space, 0, &(0..1000).collect::<Vec<_>>());
         table.unmap(space, 0, 11, 11..1000);
@@ -441,7 +442,7 @@ mod tests {
         let table = Table::<512>::new(8).unwrap();
         let space = table.open(0).unwrap();
         assert!(!table.remap(space, 0, 1, 2));
-        table.reserve(0, space, 0, 1).unwrap();
+        table.reserve(0, space, 0, 1, true).unwrap();
         map(&table, space, 0, &[4]);
         assert!(!table.remap(space, 0, 3, 9) && table.remap(space, 0, 4, 9));
         assert_eq!(table.block(space, 0), 9);
@@ -452,7 +453,7 @@ mod tests {
         let table = Table::<512>::new(8).unwrap();
         let space = table.open(9).unwrap();
         let space = table.shift(9, space, 508);
-        table.reserve(9, space, 0, 4 + 512 + 10).unwrap();
+        table.reserve(9, space, 0, 4 + 512 + 10, true).unwrap();
         let quad = table.map(space, 0, 40, 2);
         let huge = table.map(space, 4, 1024, 9);
         let eight = table.map(space, 516, 8, 3);
