@@ -5,7 +5,7 @@
 Errors are those of :mod:`kvmmu.errors`; each is raised before anything has changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -45,10 +45,11 @@ class MMU:
         block_size: tokens a block, 1 .. 4096.
         max_sequences: sequences open at once, 1 .. 262144.
         max_blocks_per_sequence: longest sequence in blocks, 1 .. 262144 and at most
-            ``num_blocks``; default: the smaller of the two.
+            ``num_blocks``; default: the smaller of ``num_blocks`` and 261632. (With more than that a
+            sequence always begins at the start of a page, wherever its cached prefix lies.)
         null_block: which of the ``num_blocks + 1`` physical blocks padding points at and nobody is
             given: ``"last"``, ``"first"`` or its number. The usable blocks are the others.
-        table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**24; default: enough for
+        table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**22; default: enough for
             every mix of sequences, or 65,536 where that would be more (see ``OutOfTables``).
         prefix_caching: keep the blocks of closed sequences for later prompts.
         placement: ``"address"`` (lowest address first, prompts in few long runs), ``"fullest"``
@@ -59,6 +60,15 @@ class MMU:
             ``plan_compaction`` starts and below which it stops again; 0 <= stop <= start <= 1.
         anchor: share of the pool, 0 to below 1, that prompts opened with ``anchor=True`` go to
             first and all others last.
+        page_orders: page sizes: order k is 2**k consecutive, aligned blocks; 0 .. 9 with 0 among
+            them. ``(0,)``: single blocks alone; ``(0, 3, 9)``: for kernels with pages of 8 blocks.
+        medium_from, huge_from: tokens below which a sequence is mapped by single blocks, and up to
+            which it has no pages of order 9.
+        hold_blocks: empty blocks kept behind a sequence to grow into, 0 .. 512; whoever needs them
+            gets them (``placement="address"`` alone).
+        dedup: a full block that was computed twice is kept once: when it is published the sequence
+            maps the block that was known first and gives its own back. Tokens are compared; the
+            KV of the two may differ by rounding.
         seed: for ``placement="scatter"``.
 
     Raises:
@@ -80,6 +90,11 @@ class MMU:
         compaction_start: float = 0.35,
         compaction_stop: float = 0.30,
         anchor: float = 0.15,
+        page_orders: Sequence[int] = (0, 2, 9),
+        medium_from: int = 512,
+        huge_from: int = 2048,
+        hold_blocks: int = 8,
+        dedup: bool = False,
         seed: int = 0,
     ) -> MMU: ...
     @property
@@ -94,6 +109,8 @@ class MMU:
     def max_sequences(self) -> int: ...
     @property
     def max_blocks_per_sequence(self) -> int: ...
+    @property
+    def page_orders(self) -> list[int]: ...
 
     # -- sequences -------------------------------------------------------------------------
     def open(
@@ -103,6 +120,9 @@ class MMU:
         salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         anchor: bool = False,
+        page_orders: Sequence[int] | None = None,
+        require: str | None = None,
+        contiguous: int = 0,
     ) -> int:
         """Opens a sequence for a prompt and claims all of its blocks (all or nothing).
 
@@ -116,13 +136,19 @@ class MMU:
                 an image behind placeholder tokens, for instance).
             anchor: the prompt is expected to be shared and to stay (a system prompt): its new
                 blocks go to the anchor region if there is room, so that they pin no holes elsewhere.
+            page_orders: page sizes of this sequence whatever its length, of those of the pool;
+                None: those that its length allows.
+            require: ``"huge"``: each complete region of 512 blocks must be one page of order 9, or
+                the prompt is refused. Only whole huge pages of a cached prefix are used then.
+            contiguous: so many tokens at the start (or all) must lie in one run of blocks.
 
         Returns:
             the id of the sequence (int64; never reused while this MMU lives).
 
         Raises:
             OutOfBlocks, OutOfTables, LimitExceeded (longer than max_blocks_per_sequence),
-            InvalidConfig (dtype, shape, key).
+            InvalidConfig (dtype, shape, key, a page order that the pool has not), Fragmented (the
+            shape that was asked for is not to be had; cached blocks may have been dropped for it).
         """
     def append(self, sequence: int, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Extends a sequence by known tokens and makes the places that they go to writable.
@@ -136,12 +162,24 @@ class MMU:
         written are left for the child to schedule itself. Copies nothing."""
     def truncate(self, sequence: int, num_tokens: int) -> None:
         """Shortens a sequence and releases the blocks behind it. Longer than it is: InvalidConfig."""
+    def release_before(self, sequence: int, token: int) -> int:
+        """Releases the blocks that lie wholly in front of a token, for attention that looks back
+        only so far; returns how many. Their places in rows name the null block from then on.
+
+        Acts as far as tokens are settled (written by steps that are over), so it may be called with
+        any token up to the length; what stays is released by a later call. The last block stays, and
+        one more while the next block is to be published behind it.
+        """
+    def look(self, sequence: int, block: int) -> int | None:
+        """Physical block of a logical block, without any lock: None when it is not mapped (or the
+        sequence is not open). True at some moment of the call."""
     def close(self, sequence: int) -> None:
         """Ends a sequence. Published blocks stay cached, the rest becomes empty, or fenced until
         the newest step prepared so far has ended."""
     def info(self, sequence: int) -> SequenceInfo: ...
     def block_table(self, sequence: int) -> npt.NDArray[np.int32]:
-        """int32 [ceil(num_tokens / block_size)]: the physical blocks, in order."""
+        """int32 [ceil(num_tokens / block_size)]: the physical blocks, in order; the null block for
+        those that were released from the front."""
     def translate(self, sequence: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Token positions int64 [k] to slots int64 [k]."""
     def sequences(self) -> npt.NDArray[np.int64]:
@@ -246,7 +284,8 @@ class MMU:
         """References (mappings + pins + moves) of each block, int64 [k]."""
     def states(self) -> dict[str, int]:
         """Blocks by state: ``empty, destined, in_use, cached, fenced, offline`` (sums to num_blocks),
-        and ``available`` (empty + evictable cached)."""
+        ``available`` (empty + evictable cached) and ``held`` (of the empty ones: kept behind
+        sequences to grow into)."""
     def stats(self) -> dict[str, int]:
         """Counters since the start, among them: ``opened, closed, forked, appended_tokens,
         prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
@@ -497,10 +536,23 @@ class SequenceInfo:
     def num_written(self) -> int:
         """Tokens whose KV is known to be written."""
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks of its tokens: those that it maps, and those released from its front."""
     @property
     def num_runs(self) -> int:
-        """Maximal groups of consecutive physical blocks in the block table."""
+        """Maximal groups of consecutive physical blocks among those that it maps."""
+    @property
+    def num_released(self) -> int:
+        """Blocks released from its front."""
+    @property
+    def pages(self) -> dict[int, int]:
+        """Pages that it maps, by order; orders without any are left out."""
+    @property
+    def regions(self) -> int:
+        """Complete aligned regions of 512 blocks: how many pages of order 9 it could have."""
+    @property
+    def held(self) -> int:
+        """Empty blocks kept behind it to grow into."""
 
 @final
 class Quote:
@@ -551,6 +603,17 @@ class Measure:
     @property
     def unused_slots(self) -> int:
         """Token places in last blocks that no token takes."""
+    @property
+    def pages(self) -> dict[int, int]:
+        """Pages that open sequences map, by order; orders without any are left out."""
+    @property
+    def regions(self) -> int:
+        """Complete aligned regions of 512 blocks of open sequences: how many pages of order 9
+        there could be."""
+    @property
+    def table_nodes(self) -> int:
+        """Nodes of the page table in use, of 4 KiB. Those that pages of order 9 keep for a split are
+        among them, and untouched."""
 
 @final
 class Plan:

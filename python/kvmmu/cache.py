@@ -144,17 +144,29 @@ class Sequence(Bound):
         return self._cache.mmu.info(self.id).num_written
 
     @property
+    def num_released_tokens(self) -> int:
+        """Tokens in front whose blocks were released."""
+        return self._cache.mmu.info(self.id).num_released * self._cache.mmu.block_size
+
+    @property
+    def pages(self) -> dict[int, int]:
+        """Pages that it maps, by order (2**order blocks)."""
+        return self._cache.mmu.info(self.id).pages
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return not self._open
 
     def block_table(self) -> Int32s:
-        """int32 [n]: its physical blocks now, in order. A compaction changes them."""
+        """int32 [n]: its physical blocks now, in order; the null block for those released from its
+        front. A compaction changes them."""
         return self._cache.mmu.block_table(self.id)
 
     def runs(self) -> list[tuple[int, int]]:
-        """Its physical blocks now, as (first block, count) of each run of consecutive ones."""
-        return block_runs(self.block_table())
+        """Its physical blocks now, as (first block, count) of each run of consecutive ones; without
+        those released from its front."""
+        return block_runs(self.block_table()[self._cache.mmu.info(self.id).num_released :])
 
     def byte_ranges(self) -> list[Int64s]:
         """For each region of the storage, int64 [k, 2]: (address, bytes) of the runs. Take a lease
@@ -188,19 +200,25 @@ class Sequence(Bound):
         self._cache._pay()
         self._cache.mmu.truncate(self.id, num_tokens)
 
+    def release_before(self, token: int) -> int:
+        """Releases the blocks that lie wholly in front of a token, for attention that looks back
+        only so far; returns how many. As far as tokens are settled: see ``MMU.release_before``."""
+        self._cache._pay()
+        return self._cache.mmu.release_before(self.id, token)
+
     def lease(
         self, tokens: range | slice | None = None, *, timeout_s: float | None = None
     ) -> Lease:
         """Holds its blocks for a transfer until ``lease.done()``.
 
         Args:
-            tokens: which (step 1); None: all.
+            tokens: which (step 1); None: all that were not released.
             timeout_s: after so long the lease is reported (``cache.overdue_leases()``, and a log
                 warning); it is kept all the same.
         """
         length = self.num_tokens
         if tokens is None:
-            tokens = range(length)
+            tokens = range(self.num_released_tokens, length)
         start, stop, step = (
             (tokens.start, tokens.stop, tokens.step)
             if isinstance(tokens, range)
@@ -505,7 +523,8 @@ class KVCache(Bound):
             step that is prepared, and the tables change before the next one.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
-            ``budget_blocks``, ``max_sequences``, ``compaction_start``, ...).
+            ``page_orders``, ``hold_blocks``, ``budget_blocks``, ``max_sequences``,
+            ``compaction_start``, ...).
 
     Raises:
         InvalidConfig: names the argument and what is allowed.
@@ -665,21 +684,32 @@ class KVCache(Bound):
         salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         anchor: bool = False,
+        page_orders: Listed[int] | None = None,
+        require: str | None = None,
+        contiguous: int = 0,
     ) -> Sequence:
         """Opens a sequence for a prompt and claims all of its blocks, or raises and changes
         nothing. ``sequence.num_cached_tokens`` of them are found cached.
 
         Args:
             tokens: int32 [n] (tensor, array or list).
-            salt, extra_keys, anchor: as for ``MMU.open``.
+            salt, extra_keys, anchor, page_orders, require, contiguous: as for ``MMU.open``.
 
         Raises:
-            OutOfBlocks, OutOfTables, LimitExceeded, InvalidConfig.
+            OutOfBlocks, Fragmented, OutOfTables, LimitExceeded, InvalidConfig.
         """
         self._pay()
         self._drain()
-        ids = _int32("tokens", tokens)
-        return Sequence(self, self.mmu.open(ids, salt=salt, extra_keys=extra_keys, anchor=anchor))
+        sequence = self.mmu.open(
+            _int32("tokens", tokens),
+            salt=salt,
+            extra_keys=extra_keys,
+            anchor=anchor,
+            page_orders=page_orders,
+            require=require,
+            contiguous=contiguous,
+        )
+        return Sequence(self, sequence)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -938,13 +968,15 @@ class KVCache(Bound):
         self, sequence: Sequence, layer: int
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The KV of all scheduled tokens without a copy: one (k, v) pair of views a physical run,
-        each [tokens, heads, dim]. They are good until the next compaction.
+        each [tokens, heads, dim]. They are good until the next compaction. Without the first
+        ``sequence.num_released_tokens``, if any were released.
 
         Raises:
             InvalidConfig: the layout cannot (see docs/layouts.md).
         """
         self._check_handle(sequence)
-        return self.layers.views(layer, sequence.runs(), sequence.num_scheduled)
+        tokens = sequence.num_scheduled - sequence.num_released_tokens
+        return self.layers.views(layer, sequence.runs(), tokens)
 
     def _check_handle(self, sequence: Sequence) -> None:
         if sequence._cache is not self:

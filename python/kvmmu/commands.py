@@ -129,6 +129,13 @@ def _replay(
         str,
         typer.Option(metavar="address|fullest|fifo|scatter", help="'scatter' is the worst case."),
     ] = "address",
+    page_orders: Annotated[
+        str,
+        typer.Option(metavar="K,K,...", help="Page sizes: 2^K blocks each; '0' for single blocks."),
+    ] = "0,2,9",
+    hold_blocks: Annotated[
+        int, typer.Option(help="Empty blocks kept behind a sequence to grow into.")
+    ] = 8,
     one_at_a_time: Annotated[
         bool,
         typer.Option(
@@ -171,6 +178,8 @@ def _replay(
             speed=speed,
             seed=seed,
             placement=placement,
+            page_orders=_orders(page_orders),
+            hold_blocks=hold_blocks,
             one_at_a_time=one_at_a_time,
             verify=verify,
             sabotage=sabotage,
@@ -205,6 +214,16 @@ def _replay(
                 f"{figures['wasted_blocks']} blocks held twice"
             )
             raise typer.Exit(CHECK_FAILED)
+
+
+def _orders(text: str) -> tuple[int, ...]:
+    """The page orders of ``--page-orders``."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidConfig(
+            f"--page-orders: {text!r} given, allowed: numbers from 0 to 9 with commas between"
+        ) from None
 
 
 def _requests(

@@ -284,7 +284,9 @@ class Serving:
                     row, int(running.ids[row]), int(running.request[row]), running.expected(row)
                 )
         for row in reversed(done):  # from the end: a row behind moves into the gap
-            self._mmu.close(int(running.ids[row]))
+            sequence = int(running.ids[row])
+            self._totals.add_finished(int(running.target[row]), self._mmu.runs(sequence))
+            self._mmu.close(sequence)
             running.remove(row)
 
     def _preempt(self) -> None:
@@ -314,3 +316,4 @@ class Serving:
         if measure.sequences:
             totals.runs_sum += measure.runs_per_sequence
             totals.runs_steps += 1
+        totals.add_pages(measure)

@@ -57,6 +57,8 @@ class Machine:
             max_sequences=rows,
             max_blocks_per_sequence=width,
             placement=options.placement,
+            page_orders=options.page_orders,
+            hold_blocks=options.hold_blocks,
             budget_blocks=options.budget_blocks,
             seed=options.seed,
         )

@@ -25,6 +25,9 @@ from ..movers import SupportsMove
 
 __all__ = ["TimedMMU", "Totals"]
 
+SHORT, LONG_PROMPT = 2_000, 100_000
+"""Tokens: sequences of at most and of more than so many are counted apart."""
+
 T = TypeVar("T")
 
 
@@ -58,6 +61,9 @@ class TimedMMU:
             return self._mmu.open(tokens)
         finally:
             self.total_ns += perf_counter_ns() - start
+
+    def runs(self, sequence: int) -> int:
+        return self._timed(lambda: self._mmu.info(sequence).num_runs)
 
     def cached_tokens(self, sequence: int) -> int:
         return self._timed(lambda: self._mmu.info(sequence).num_cached_tokens)
@@ -161,6 +167,13 @@ class Totals:
     runs_sum: float = 0.0
     runs_steps: int = 0
     measured: int = 0
+    regions_sum: int = 0
+    """Complete regions of 512 blocks of open sequences, over steps; and those that are huge."""
+    huge_sum: int = 0
+    pages_sum: dict[int, int] = field(default_factory=dict)
+    """Pages by order of open sequences, over steps."""
+    runs_at_end: dict[str, list[int]] = field(default_factory=lambda: {"short": [], "long": []})
+    """Runs of sequences of at most 2,000 and of more than 100,000 tokens when they finished."""
 
     moved_blocks: int = 0
     """Distinct (old, new) pairs of blocks by which exported rows changed; see :mod:`.seen`."""
@@ -171,6 +184,20 @@ class Totals:
     verified_tokens: int = 0
     mismatches: int = 0
     interrupted: bool = False
+
+    def add_pages(self, measure: Measure) -> None:
+        """Adds what open sequences map at the end of a step."""
+        self.regions_sum += measure.regions
+        for order, pages in measure.pages.items():
+            self.pages_sum[order] = self.pages_sum.get(order, 0) + pages
+        self.huge_sum += measure.pages.get(9, 0)
+
+    def add_finished(self, tokens: int, runs: int) -> None:
+        """Counts the runs that a sequence lies in at its end."""
+        if tokens <= SHORT:
+            self.runs_at_end["short"].append(runs)
+        elif tokens > LONG_PROMPT:
+            self.runs_at_end["long"].append(runs)
 
     def refuse(self, request: int, reason: str) -> None:
         self.refused += 1

@@ -19,6 +19,7 @@ MAX_SEQUENCE_BLOCKS = 262_144
 
 _RANGES: dict[str, tuple[float, float]] = {
     "blocks": (1, MAX_BLOCKS),
+    "hold_blocks": (0, 512),
     "block_size": (1, 4096),
     "budget_blocks": (1, MAX_BLOCKS),
     "max_running": (1, MAX_ROWS),
@@ -49,6 +50,8 @@ class Options:
         speed: how much faster than in the trace the requests arrive.
         seed: for tokens, verified positions and ``placement="scatter"``.
         placement: ``"address"``, ``"fullest"``, ``"fifo"`` or ``"scatter"`` (worst case).
+        page_orders: page sizes of the pool, each 2**order blocks; 0 among them.
+        hold_blocks: empty blocks kept behind a sequence to grow into, at most.
         one_at_a_time: each request alone, without a clock; see :mod:`.alone`.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.
@@ -67,6 +70,8 @@ class Options:
     speed: float = 1.0
     seed: int = 0
     placement: str = "address"
+    page_orders: tuple[int, ...] = (0, 2, 9)
+    hold_blocks: int = 8
     one_at_a_time: bool = False
     verify: bool = False
     sabotage: str | None = None
@@ -78,6 +83,9 @@ class Options:
             value = getattr(self, name)
             if value not in choices and not (name == "sabotage" and value is None):
                 raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
+        if 0 not in self.page_orders or not all(0 <= order <= 9 for order in self.page_orders):
+            given = ",".join(map(str, self.page_orders))
+            raise InvalidConfig(f"--page-orders: {given} given, allowed: 0 to 9, 0 among them")
         if self.sabotage is not None:
             object.__setattr__(self, "verify", True)
 

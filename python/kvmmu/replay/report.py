@@ -14,6 +14,11 @@ What lives here: the definition of every figure. What never lives here: counting
 - ``live_peak``, ``live_mean``: blocks in use (states), before the requests that a step finishes
   are closed. ``fragmentation_ratio_mean``: 1 - largest run / available blocks, after compaction;
   ``runs_per_sequence_mean``: over steps with an open sequence. Means are over steps.
+- ``huge_cover``: complete regions of 512 blocks of running sequences that are one page of order 9
+  / all, over steps; None when there was no such region. ``token_share_by_page``: blocks that pages
+  of each order map / all, over steps. ``promotions``, ``splits``, ``huge_missed``, ``holds_made``,
+  ``holds_broken``: the core's counts. ``runs_at_end``: runs of a sequence when it finished, mean
+  over those of at most 2,000 tokens and of more than 100,000; ``held_blocks`` at the end.
 - ``mmu_s``, ``mmu_us_per_step``: see :mod:`.metrics`. ``wall_s``: the whole run without reading
   the trace.
 """
@@ -66,6 +71,17 @@ def figures(
         "evicted_blocks": stats["evicted_blocks"],
         "fragmentation_ratio_mean": totals.ratio_sum / max(totals.measured, 1),
         "runs_per_sequence_mean": totals.runs_sum / max(totals.runs_steps, 1),
+        "huge_cover": totals.huge_sum / totals.regions_sum if totals.regions_sum else None,
+        "token_share_by_page": _shares(totals.pages_sum, options.page_orders),
+        "promotions": stats["promotions"],
+        "splits": stats["splits"],
+        "huge_missed": stats["huge_missed"],
+        "holds_made": stats["holds_made"],
+        "holds_broken": stats["holds_broken"],
+        "runs_at_end": {
+            length: {"sequences": len(runs), "mean": float(np.mean(runs)) if runs else None}
+            for length, runs in totals.runs_at_end.items()
+        },
         "wasted_blocks": totals.wasted_blocks,
         "wasted_samples": totals.wasted_samples,
         "live_peak": totals.live_peak,
@@ -91,11 +107,19 @@ def figures(
             "speed": options.speed,
             "seed": options.seed,
             "placement": options.placement,
+            "page_orders": list(options.page_orders),
+            "hold_blocks": options.hold_blocks,
             "one_at_a_time": options.one_at_a_time,
             "verify": options.verify,
             "sabotage": options.sabotage,
         },
     }
+
+
+def _shares(pages: dict[int, int], orders: tuple[int, ...]) -> dict[str, float]:
+    blocks = {order: pages.get(order, 0) << order for order in sorted(set(orders))}
+    total = sum(blocks.values())
+    return {str(order): _ratio(n, total) for order, n in blocks.items()}
 
 
 def _ratio(part: int, whole: int) -> float:
@@ -146,6 +170,21 @@ def table(figures: dict[str, Any]) -> RenderableType:
         line("running", f"{f['running_mean']:.1f}", f"on average, {f['peak_running']} at the peak")
         line("fragmentation", f"{f['fragmentation_ratio_mean']:.3f}", "1 - largest run / available")
         line("runs a sequence", f"{f['runs_per_sequence_mean']:.1f}", "on average")
+        shares = ", ".join(
+            f"{share:.1%} by {1 << int(order)}"
+            for order, share in f["token_share_by_page"].items()
+        )
+        if len(o["page_orders"]) > 1:
+            line("pages", shares, "share of blocks mapped by pages of so many")
+            if f["huge_cover"] is not None:
+                line("huge cover", f"{f['huge_cover']:.3f}", "of complete regions of 512 blocks")
+            line("promotions", f"{f['promotions']:,}", f"{f['splits']:,} splits")
+        if o["hold_blocks"]:
+            line("holds", f"{f['holds_made']:,}", f"made, {f['holds_broken']:,} broken for others")
+        for length, runs in f["runs_at_end"].items():
+            if runs["sequences"]:
+                note = f"on average, of {runs['sequences']:,} {length} sequences at their end"
+                line("runs at the end", f"{runs['mean']:.1f}", note)
         if o["compaction"]:
             per_step = f["moved_blocks"] / max(f["steps"], 1)
             line("moved blocks", f"{f['moved_blocks']:,}", f"{per_step:.2f} a step")

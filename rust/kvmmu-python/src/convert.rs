@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use kvmmu::{Keys, Placement};
+use kvmmu::{Keys, PageOrders, Placement};
 use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -129,6 +129,24 @@ pub fn placement(value: Option<&Bound<'_, PyAny>>, seed: i64) -> PyResult<Placem
         "scatter" => Placement::Scatter { seed: seed as u64 },
         _ => Placement::AddressOrder,
     })
+}
+
+/// Page orders, a sequence of whole numbers.
+pub fn page_orders(value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<PageOrders>> {
+    let Some(value) = value else { return Ok(None) };
+    let refused = || {
+        let allowed = "whole numbers from 0 to 9, 0 among them";
+        refuse(value.py(), "page_orders", shown(value), allowed)
+    };
+    if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
+        return Err(refused());
+    }
+    let mut orders = Vec::new();
+    for order in value.try_iter().map_err(|_| refused())? {
+        let order = integer(&order?, "page_orders", 0, 9).map_err(|_| refused())?;
+        orders.push(order as u32);
+    }
+    PageOrders::new(&orders).map(Some).map_err(|_| refused())
 }
 
 /// Which block of a pool of `num_blocks` nobody is given: by default the last.

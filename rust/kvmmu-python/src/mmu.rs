@@ -2,7 +2,7 @@
 
 use std::ops::Deref;
 
-use kvmmu::{Config, Mmu, Zone};
+use kvmmu::{Config, Mmu, Opening, Zone};
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -33,10 +33,12 @@ impl MMU {
     #[pyo3(signature = (
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
         null_block=None, table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
-        compaction_start=None, compaction_stop=None, anchor=None, seed=0
+        compaction_start=None, compaction_stop=None, anchor=None, page_orders=None, medium_from=None,
+        huge_from=None, hold_blocks=None, dedup=false, seed=0
     ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
         max_blocks_per_sequence=None, null_block='last', table_nodes=None, prefix_caching=True, placement='address', \
-        budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, anchor=0.15, seed=0)")]
+        budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, anchor=0.15, page_orders=(0, 2, 9), medium_from=512, huge_from=2048, \
+        hold_blocks=8, dedup=False, seed=0)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -52,6 +54,11 @@ impl MMU {
         compaction_start: Option<Any<'_, '_>>,
         compaction_stop: Option<Any<'_, '_>>,
         anchor: Option<Any<'_, '_>>,
+        page_orders: Option<Any<'_, '_>>,
+        medium_from: Option<Any<'_, '_>>,
+        huge_from: Option<Any<'_, '_>>,
+        hold_blocks: Option<Any<'_, '_>>,
+        dedup: bool,
         seed: i64,
     ) -> PyResult<Self> {
         let most_blocks = i64::from(kvmmu::MAX_BLOCKS);
@@ -66,14 +73,15 @@ impl MMU {
         let most = i64::from(kvmmu::MAX_SEQUENCES);
         config.max_sequences = whole(max_sequences, "max_sequences", most, config.max_sequences)?;
         let longest = config.max_blocks_per_sequence;
+        let most = num_blocks.min(kvmmu::MAX_BLOCKS_PER_SEQUENCE);
         config.max_blocks_per_sequence = whole(
             max_blocks_per_sequence,
             "max_blocks_per_sequence",
-            i64::from(longest),
+            i64::from(most),
             longest,
         )?;
         let nodes = config.default_table_nodes();
-        config.table_nodes = whole(table_nodes, "table_nodes", 1 << 24, nodes)?;
+        config.table_nodes = whole(table_nodes, "table_nodes", 1 << 22, nodes)?;
         config.null_block = convert::null_block(null_block, num_blocks)?;
         config.prefix_caching = prefix_caching;
         config.placement = convert::placement(placement, seed)?;
@@ -82,6 +90,16 @@ impl MMU {
         }
         let budget = config.budget_blocks;
         config.budget_blocks = whole(budget_blocks, "budget_blocks", most_blocks, budget)?;
+        config.page_orders = convert::page_orders(page_orders)?.unwrap_or(config.page_orders);
+        let tokens = |value: Option<Any<'_, '_>>, name: &str, default: u32| match value {
+            Some(value) => count(value, name, 0),
+            None => Ok(default),
+        };
+        config.huge_from = tokens(huge_from, "huge_from", config.huge_from)?;
+        let medium = config.medium_from.min(config.huge_from);
+        config.medium_from = tokens(medium_from, "medium_from", medium)?;
+        config.hold_blocks = tokens(hold_blocks, "hold_blocks", config.hold_blocks)?;
+        config.dedup = dedup;
         if let Some(value) = compaction_start {
             config.compaction_start = ratio(value, "compaction_start")?;
             config.compaction_stop = config.compaction_stop.min(config.compaction_start);
@@ -115,7 +133,17 @@ impl MMU {
 
     // -- sequences ---------------------------------------------------------------------------
 
-    #[pyo3(signature = (tokens, *, salt=None, extra_keys=None, anchor=false))]
+    #[getter]
+    fn page_orders(&self) -> Vec<u32> {
+        self.core.config().page_orders.iter().collect()
+    }
+
+    #[pyo3(signature = (
+        tokens, *, salt=None, extra_keys=None, anchor=false, page_orders=None, require=None,
+        contiguous=None
+    ), text_signature = "($self, tokens, *, salt=None, extra_keys=None, anchor=False, \
+        page_orders=None, require=None, contiguous=0)")]
+    #[allow(clippy::too_many_arguments)]
     fn open(
         &self,
         py: Python<'_>,
@@ -123,11 +151,32 @@ impl MMU {
         salt: Option<Any<'_, '_>>,
         extra_keys: Option<Any<'_, '_>>,
         anchor: bool,
+        page_orders: Option<Any<'_, '_>>,
+        require: Option<Any<'_, '_>>,
+        contiguous: Option<Any<'_, '_>>,
     ) -> PyResult<i64> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        let zone = if anchor { Zone::Anchor } else { Zone::Body };
-        self.call(py, |core| core.open_in(zone, tokens, keys))
+        let opening = Opening {
+            zone: if anchor { Zone::Anchor } else { Zone::Body },
+            page_orders: convert::page_orders(page_orders)?,
+            require_huge: match require {
+                Some(value) => convert::word(value, "require", &["huge"])? == "huge",
+                None => false,
+            },
+            contiguous: contiguous.map_or(Ok(0), |value| count(value, "contiguous", 0))?,
+        };
+        self.call(py, |core| core.open_with(tokens, keys, opening))
+    }
+
+    fn release_before(&self, py: Python<'_>, sequence: i64, token: Any<'_, '_>) -> PyResult<u32> {
+        let token = count(token, "token", 0)?;
+        self.long(py, |core| core.release_before(sequence, token))
+    }
+
+    fn look(&self, py: Python<'_>, sequence: i64, block: Any<'_, '_>) -> PyResult<Option<u32>> {
+        let index = count(block, "block", 0)?;
+        self.get(py, |core| core.look(sequence, index))
     }
 
     fn append<'py>(

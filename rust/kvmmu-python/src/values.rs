@@ -35,6 +35,16 @@ pub fn states<'py>(py: Python<'py>, states: &kvmmu::States) -> PyResult<Bound<'p
     dict.set_item(intern!(py, "fenced"), states.fenced)?;
     dict.set_item(intern!(py, "offline"), states.offline)?;
     dict.set_item(intern!(py, "available"), states.available)?;
+    dict.set_item(intern!(py, "held"), states.held)?;
+    Ok(dict)
+}
+
+/// Numbers by page order, those that are not 0, as a dict.
+fn by_order<'py>(py: Python<'py>, numbers: &[u64]) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (order, &n) in numbers.iter().enumerate().filter(|&(_, &n)| n > 0) {
+        dict.set_item(order, n)?;
+    }
     Ok(dict)
 }
 
@@ -85,6 +95,22 @@ impl SequenceInfo {
     #[getter]
     fn num_runs(&self) -> u32 {
         self.0.num_runs
+    }
+    #[getter]
+    fn num_released(&self) -> u32 {
+        self.0.num_released
+    }
+    #[getter]
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        by_order(py, &self.0.pages.map(u64::from))
+    }
+    #[getter]
+    fn regions(&self) -> u32 {
+        self.0.regions
+    }
+    #[getter]
+    fn held(&self) -> u32 {
+        self.0.held
     }
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
@@ -187,6 +213,18 @@ impl Measure {
     #[getter]
     fn unused_slots(&self) -> u64 {
         self.0.unused_slots
+    }
+    #[getter]
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        by_order(py, &self.0.pages)
+    }
+    #[getter]
+    fn regions(&self) -> u64 {
+        self.0.regions
+    }
+    #[getter]
+    fn table_nodes(&self) -> u32 {
+        self.0.table_nodes
     }
 }
 

@@ -22,6 +22,8 @@ pub struct PageOrders(u16);
 impl PageOrders {
     /// Single blocks alone.
     pub const SINGLE: PageOrders = PageOrders(1);
+    /// 1, 4 and 512 blocks.
+    pub const DEFAULT: PageOrders = PageOrders(1 | 1 << 2 | 1 << 9);
 
     /// Pages of `2^order` blocks for each of these.
     pub fn new(orders: &[u32]) -> Result<Self> {
@@ -116,10 +118,10 @@ impl Config {
             prefix_caching: true,
             placement: Placement::AddressOrder,
             anchor: 0.15,
-            page_orders: PageOrders::SINGLE,
+            page_orders: PageOrders::DEFAULT,
             medium_from: 512,
             huge_from: 2048,
-            hold_blocks: 0,
+            hold_blocks: 8,
             dedup: false,
             budget_blocks: 32,
             compaction_start: 0.35,

@@ -486,13 +486,16 @@ impl World {
                         if mode % 2 == 0 {
                             assert_ne!(quote.when, When::Now, "{error}");
                         }
-                        // (A shape that was asked for may cost cached blocks in vain.)
+                        // (A shape that was asked for may cost cached blocks in vain, and what
+                        // moves meanwhile keeps those in use.)
                         let cached = |states: States| States {
                             empty: states.empty + states.cached,
                             cached: 0,
                             ..states
                         };
-                        assert_eq!(cached(plain(self.mmu.states())), cached(before));
+                        if self.moves.is_empty() {
+                            assert_eq!(cached(plain(self.mmu.states())), cached(before));
+                        }
                         if mode == 0 {
                             unchanged(&self.mmu);
                         }

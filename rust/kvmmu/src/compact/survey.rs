@@ -21,6 +21,12 @@ pub struct Measure {
     pub runs: u64,
     /// Token places in last blocks that no token takes.
     pub unused_slots: u64,
+    /// Pages of each order that sequences map, added up.
+    pub pages: [u64; 10],
+    /// Complete aligned regions of 512 blocks of sequences, each of which one huge page could map.
+    pub regions: u64,
+    /// Nodes of the page table in use; those that huge pages keep in reserve are untouched.
+    pub table_nodes: u32,
 }
 
 impl Measure {
@@ -106,12 +112,22 @@ impl Mmu {
     pub fn measure(&self) -> Measure {
         let _rest = self.rest();
         let n = self.config.span();
+        // Held blocks are empty: whoever needs them gets them.
+        let held = self.holds.largest();
+        let with_held = |mut bits: Vec<u64>| {
+            let blocks = held.iter().flat_map(|(range, _)| range.clone());
+            blocks.for_each(|block| set(&mut bits, block, true));
+            bits
+        };
         let mut measure = Measure {
-            empty: measure::runs(&self.pool.empty_bits(), n),
-            available: measure::runs(&self.pool.available_bits(), n),
+            empty: measure::runs(&with_held(self.pool.empty_bits()), n),
+            available: measure::runs(&with_held(self.pool.available_bits()), n),
             sequences: 0,
             runs: 0,
             unused_slots: 0,
+            pages: [0; 10],
+            regions: 0,
+            table_nodes: self.table.nodes_in_use(),
         };
         let size = self.config.block_size;
         for (_, cell) in self.used_slots() {
@@ -119,7 +135,12 @@ impl Mmu {
             if sequence.open && sequence.tokens > 0 {
                 measure.sequences += 1;
                 measure.runs += u64::from(sequence.runs);
-                let places = u64::from(self.blocks_for(sequence.tokens)) * u64::from(size);
+                let mapped = self.blocks_for(sequence.tokens);
+                for (sum, &pages) in measure.pages.iter_mut().zip(&sequence.pages) {
+                    *sum += u64::from(pages);
+                }
+                measure.regions += u64::from(sequence.regions(mapped));
+                let places = u64::from(mapped) * u64::from(size);
                 measure.unused_slots += places - u64::from(sequence.tokens);
             }
         }
