@@ -62,7 +62,9 @@ pub mod table;
 mod validate;
 
 pub use compact::{Goal, Measure, Moves, Plan};
-pub use config::{Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES};
+pub use config::{
+    Config, Eviction, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES,
+};
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
 pub use prefix::Keys;

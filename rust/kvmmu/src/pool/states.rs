@@ -3,7 +3,8 @@
 //! What lives here: reading and changing words, the counts by state, the bitmaps that measuring
 //! and planning read. What never lives here: the layout of a word ([`super::word`]).
 
-use super::{Pool, State, Word};
+use super::physical::Physical;
+use super::{Pool, State, WINDOW, Word};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Number of blocks in each state.
@@ -259,6 +260,25 @@ impl Pool {
             .iter()
             .map(|ev| ev.load(Ordering::Relaxed))
             .collect()
+    }
+
+    /// Blocks of a window that are neither empty nor evictable.
+    pub(crate) fn live_in(&self, window: u32) -> u32 {
+        let words = Physical::<64, 8>::words_of(window);
+        // Relaxed, both: whoever decides by it has to live with what changes meanwhile.
+        let ones = |words: &[AtomicU64]| {
+            let each = words
+                .iter()
+                .map(|word| word.load(Ordering::Relaxed).count_ones());
+            each.sum::<u32>()
+        };
+        let held = ones(&self.physical.lines[words.clone()]);
+        let known = self.evictable.len();
+        let evictable = ones(&self.evictable[words.start..words.end.min(known)]);
+        let first = window * WINDOW;
+        let outside = (first + WINDOW).saturating_sub(self.physical.span);
+        let null = self.reserved.is_some_and(|block| block / WINDOW == window);
+        held.saturating_sub(evictable + outside + u32::from(null))
     }
 
     /// Bits of the blocks in use that are not stuck. (Cached blocks are evictable or stuck.)

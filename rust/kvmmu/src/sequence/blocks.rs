@@ -112,13 +112,14 @@ impl Mmu {
         Ok(())
     }
 
-    /// Drops up to `n` cached blocks, least recently used first; returns how many.
+    /// Drops up to `n` cached blocks, in the order of eviction; returns how many.
     pub fn evict(&self, n: u32) -> u32 {
         let _rest = self.rest();
         let mut shared = self.shared();
         let mut spare = Vec::new();
         while (spare.len() as u32) < n {
-            let Some(block) = self.next_victim(&shared) else {
+            let left = n - spare.len() as u32;
+            let Some(block) = self.next_victim(&mut shared, left) else {
                 break;
             };
             self.evict_block(&mut shared, block, &mut spare);

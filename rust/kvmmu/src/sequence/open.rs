@@ -100,6 +100,7 @@ impl Mmu {
         for (index, &block) in (0..).zip(&matched) {
             self.retain(&mut shared, block, Some(Vbn::new(slot, index)));
         }
+        shared.index.used(&matched);
         let fresh = self.take(reserved, (zone, Fit::Together), Some(&mut shared));
         drop(shared);
 

@@ -160,7 +160,7 @@ impl Mmu {
             }),
             gate: RwLock::new(()),
             shared: Mutex::new(Shared {
-                index: Index::new(indexed, block_size)?,
+                index: Index::new(indexed, block_size, config.eviction)?,
                 chains: Chains::default(),
                 pins: HashMap::default(),
                 leases: HashMap::default(),
@@ -380,10 +380,10 @@ impl Mmu {
         if evict > 0 {
             let shared = shared.expect("evicting needs the shared lock");
             let mut spare = Vec::new();
-            for _ in 0..evict {
+            for left in (1..=evict).rev() {
                 let block = spare
                     .pop()
-                    .unwrap_or_else(|| self.evict_oldest(shared, &mut spare));
+                    .unwrap_or_else(|| self.evict_next(shared, left, &mut spare));
                 blocks.push(block);
             }
             self.pool.give(&spare);
