@@ -60,6 +60,12 @@ class MMU:
         anchor: share of the pool, 0 to below 1, that prompts opened with ``anchor=True`` go to
             first and all others last.
         seed: for ``placement="scatter"``.
+        eviction: which cached blocks are dropped first: ``"lru"`` (the least recently used) or
+            ``"lfu"`` (the least often matched, of those the least recently used; matches count
+            half after each turnover of the cache). What stands behind a prefix always goes before it.
+        page_aware: of the tenth that goes first, drop the blocks whose aligned groups of 512 have
+            the fewest blocks that are neither empty nor evictable, so that whole groups become
+            empty.
 
     Raises:
         InvalidConfig: names the argument, what was given and what is allowed.
@@ -81,6 +87,8 @@ class MMU:
         compaction_stop: float = 0.30,
         anchor: float = 0.15,
         seed: int = 0,
+        eviction: str = "lru",
+        page_aware: bool = True,
     ) -> MMU: ...
     @property
     def num_blocks(self) -> int: ...
@@ -241,7 +249,7 @@ class MMU:
         """The transfer is done or given up. InvalidLease when it has ended already."""
     def num_leases(self) -> int: ...
     def evict(self, num_blocks: int) -> int:
-        """Drops up to so many cached blocks, least recently used first; returns how many."""
+        """Drops up to so many cached blocks, in the order of eviction; returns how many."""
     def references(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """References (mappings + pins + moves) of each block, int64 [k]."""
     def states(self) -> dict[str, int]:

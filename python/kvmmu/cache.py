@@ -505,7 +505,8 @@ class KVCache(Bound):
             step that is prepared, and the tables change before the next one.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
-            ``budget_blocks``, ``max_sequences``, ``compaction_start``, ...).
+            ``eviction``, ``page_aware``, ``budget_blocks``, ``max_sequences``,
+            ``compaction_start``, ...).
 
     Raises:
         InvalidConfig: names the argument and what is allowed.

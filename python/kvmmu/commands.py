@@ -129,6 +129,13 @@ def _replay(
         str,
         typer.Option(metavar="address|fullest|fifo|scatter", help="'scatter' is the worst case."),
     ] = "address",
+    eviction: Annotated[
+        str, typer.Option(metavar="lru|lfu", help="Which cached blocks go first.")
+    ] = "lru",
+    page_aware: Annotated[
+        Switch,
+        typer.Option(help="Of the oldest tenth, evict where few blocks of a window are in use."),
+    ] = Switch.on,
     one_at_a_time: Annotated[
         bool,
         typer.Option(
@@ -171,6 +178,8 @@ def _replay(
             speed=speed,
             seed=seed,
             placement=placement,
+            eviction=eviction,
+            page_aware=page_aware is Switch.on,
             one_at_a_time=one_at_a_time,
             verify=verify,
             sabotage=sabotage,

@@ -29,6 +29,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _CHOICES = {
     "placement": ("address", "fullest", "fifo", "scatter"),
+    "eviction": ("lru", "lfu"),
     "sabotage": ("skip-copy", "skip-commit", "early-reuse", "wrong-block"),
 }
 
@@ -49,6 +50,8 @@ class Options:
         speed: how much faster than in the trace the requests arrive.
         seed: for tokens, verified positions and ``placement="scatter"``.
         placement: ``"address"``, ``"fullest"``, ``"fifo"`` or ``"scatter"`` (worst case).
+        eviction: ``"lru"`` or ``"lfu"``.
+        page_aware: whether, of the oldest tenth, blocks in windows with few live ones go first.
         one_at_a_time: each request alone, without a clock; see :mod:`.alone`.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.
@@ -67,6 +70,8 @@ class Options:
     speed: float = 1.0
     seed: int = 0
     placement: str = "address"
+    eviction: str = "lru"
+    page_aware: bool = True
     one_at_a_time: bool = False
     verify: bool = False
     sabotage: str | None = None

@@ -91,6 +91,8 @@ def figures(
             "speed": options.speed,
             "seed": options.seed,
             "placement": options.placement,
+            "eviction": options.eviction,
+            "page_aware": options.page_aware,
             "one_at_a_time": options.one_at_a_time,
             "verify": options.verify,
             "sabotage": options.sabotage,

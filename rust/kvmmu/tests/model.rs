@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvmmu::{Config, Error, Keys, Mmu, Moves, Placement, Plan, Rows, Tables, When};
+use kvmmu::{Config, Error, Eviction, Keys, Mmu, Moves, Placement, Plan, Rows, Tables, When};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -157,6 +157,9 @@ const ROWS: usize = 4;
 impl World {
     fn new(blocks: u32, block_size: u32, scatter: bool, null: u32) -> Self {
         let mut config = Config::new(blocks, block_size);
+        if blocks.is_multiple_of(2) {
+            config.eviction = Eviction::Lfu;
+        }
         config.max_sequences = 9;
         config.null_block = null.min(blocks);
         if scatter {
