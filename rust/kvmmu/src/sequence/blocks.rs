@@ -116,9 +116,15 @@ impl Mmu {
     pub fn evict(&self, n: u32) -> u32 {
         let _rest = self.rest();
         let mut shared = self.shared();
-        let mut spare = Vec::new();
-        while (spare.len() as u32) < n {
-            let left = n - spare.len() as u32;
+        let (mut evicted, mut spare) = (0, Vec::new());
+        while evicted + (spare.len() as u32) < n {
+            if self.config.page_aware && shared.index.order().next_victim().is_none() {
+                // What has gone must not count as live when the next victims are chosen.
+                self.pool.give(&spare);
+                evicted += spare.len() as u32;
+                spare.clear();
+            }
+            let left = n - evicted - spare.len() as u32;
             let Some(block) = self.next_victim(&mut shared, left) else {
                 break;
             };
@@ -126,7 +132,7 @@ impl Mmu {
             spare.push(block);
         }
         self.pool.give(&spare);
-        spare.len() as u32
+        evicted + spare.len() as u32
     }
 
     /// References (mappings, pins, moves) of each block.
