@@ -391,6 +391,7 @@ class MMUMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         prefix_caching=st.sampled_from([True, True, True, False]),
         placement=st.sampled_from(["scatter", "scatter", "address"]),
+        eviction=st.sampled_from(["lru", "lfu"]),
         budget=st.integers(1, 8),
         thresholds=st.sampled_from([(0.35, 0.30), (0.0, 0.0), (0.1, 0.05)]),
         shorter=st.sampled_from([0, 0, 1, 5]),
@@ -404,6 +405,7 @@ class MMUMachine(RuleBasedStateMachine):
         block_size: int,
         prefix_caching: bool,
         placement: str,
+        eviction: str,
         budget: int,
         thresholds: tuple[float, float],
         shorter: int,
@@ -422,6 +424,7 @@ class MMUMachine(RuleBasedStateMachine):
             max_blocks_per_sequence=self.limit,
             prefix_caching=prefix_caching,
             placement=placement,
+            eviction=eviction,
             budget_blocks=budget,
             compaction_start=thresholds[0],
             compaction_stop=thresholds[1],
@@ -1305,7 +1308,7 @@ class MMUMachine(RuleBasedStateMachine):
 
     def check_counts(self) -> None:
         states, measure = self.mmu.states(), self.mmu.measure()
-        by_state = {key: states[key] for key in states if key != "available"}
+        by_state = {key: states[key] for key in states if key not in ("available", "held")}
         assert sum(by_state.values()) == self.n
         assert states["empty"] <= states["available"] <= states["empty"] + states["cached"]
         mappings = Counter(block for s in self.sequences for block in self.table(s))

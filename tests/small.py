@@ -33,6 +33,8 @@ class SmallPool:
     """``SmallPool(n, t)``: n blocks of t tokens, 8 bytes a token."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int = 0, **config: Any) -> None:
+        # Stories about block numbers are told with single blocks.
+        config = {"page_orders": (0,), "hold_blocks": 0, **config}
         self.mmu = MMU(num_blocks, block_size, **config)
         self.num_blocks = num_blocks
         self.block_size = block_size

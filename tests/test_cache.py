@@ -406,6 +406,24 @@ def test_a_wrong_number_of_own_buffers_is_refused() -> None:
         SmallCache(16, 4, steps_in_flight=2, buffers=[own_buffers(np) for _ in range(2)])
 
 
+@pytest.mark.parametrize("bad", [{"eviction": "fifo"}, {"page_aware": 1}])
+def test_an_order_of_eviction_that_there_is_not_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig, match="allowed"):
+        SmallCache(16, 4, **bad)
+
+
+def test_a_cache_keeps_what_is_often_found_under_lfu() -> None:
+    pool = SmallCache(16, 4, eviction="lfu", page_aware=False)
+    hot = pool.fresh(8)
+    for _ in range(5):
+        pool.close(pool.open([*hot, *pool.fresh(1)]))
+    for _ in range(12):
+        pool.close(pool.open(pool.fresh(8)))
+    found = pool.open([*hot, 0])
+    assert found.num_cached_tokens == 8
+    pool.check()
+
+
 # -- handles ---------------------------------------------------------------------------------
 
 

@@ -335,7 +335,7 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.later(self.read_everything)
             states = self.pool.states()
-            assert sum(n for name, n in states.items() if name != "available") == (
+            assert sum(n for name, n in states.items() if name not in ("available", "held")) == (
                 self.pool.num_blocks
             )
             null = self.cache.mmu.null_block

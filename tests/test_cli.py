@@ -163,6 +163,8 @@ def test_each_sabotage_exits_1_and_names_the_place(kind: str) -> None:
         (["--seed", "-1"], "allowed"),
         (["--compaction", "maybe"], "'on', 'off'"),
         (["--placement", "best"], "allowed: address, fullest, fifo or scatter"),
+        (["--eviction", "fifo"], "allowed: lru or lfu"),
+        (["--page-aware", "some"], "'on', 'off'"),
         (["--sabotage", "all"], "allowed: skip-copy"),
         (["--unknown", "1"], "No such option"),
         (["trace.jsonl"], "TRACE (trace.jsonl) and --sample given"),

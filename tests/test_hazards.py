@@ -964,6 +964,8 @@ _CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"compaction_stop": float("nan")}, "compaction_stop"),
     ({"placement": "random"}, "placement"),
     ({"placement": 3}, "placement"),
+    *[({"eviction": value}, "eviction") for value in ("fifo", 1, True, b"lru")],
+    *[({"page_aware": value}, "page_aware") for value in (1, 0, "yes")],
     ({"max_blocks_per_sequence": 9}, "max_blocks_per_sequence"),
     ({"max_blocks_per_sequence": 0}, "max_blocks_per_sequence"),
 ]

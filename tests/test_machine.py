@@ -143,6 +143,7 @@ def walk(seed: int, steps: int) -> None:
             block_size=r.randint(1, 4),
             prefix_caching=r.random() < 0.8,
             placement=r.choice(["scatter", "scatter", "address"]),
+            eviction=r.choice(["lru", "lfu"]),
             budget=r.randint(1, 8),
             thresholds=r.choice([(0.35, 0.30), (0.0, 0.0), (0.1, 0.05)]),
             shorter=r.choice([0, 0, 1, 5]),

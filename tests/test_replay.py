@@ -342,6 +342,7 @@ def test_moves_are_counted_while_requests_change_their_rows() -> None:
         ("speed", 0),
         ("seed", -1),
         ("placement", "best"),
+        ("eviction", "random"),
         ("sabotage", "everything"),
     ],
 )

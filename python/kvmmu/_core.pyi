@@ -70,6 +70,12 @@ class MMU:
             maps the block that was known first and gives its own back. Tokens are compared; the
             KV of the two may differ by rounding.
         seed: for ``placement="scatter"``.
+        eviction: which cached blocks are dropped first: ``"lru"`` (the least recently used) or
+            ``"lfu"`` (the least often matched, of those the least recently used; matches count
+            half after each turnover of the cache). What stands behind a prefix always goes before it.
+        page_aware: of the tenth that goes first, drop the blocks whose aligned groups of 512 have
+            the fewest blocks that are neither empty nor evictable, so that whole groups become
+            empty.
 
     Raises:
         InvalidConfig: names the argument, what was given and what is allowed.
@@ -96,6 +102,8 @@ class MMU:
         hold_blocks: int = 8,
         dedup: bool = False,
         seed: int = 0,
+        eviction: str = "lru",
+        page_aware: bool = True,
     ) -> MMU: ...
     @property
     def num_blocks(self) -> int: ...
@@ -279,7 +287,7 @@ class MMU:
         """The transfer is done or given up. InvalidLease when it has ended already."""
     def num_leases(self) -> int: ...
     def evict(self, num_blocks: int) -> int:
-        """Drops up to so many cached blocks, least recently used first; returns how many."""
+        """Drops up to so many cached blocks, in the order of eviction; returns how many."""
     def references(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """References (mappings + pins + moves) of each block, int64 [k]."""
     def states(self) -> dict[str, int]:

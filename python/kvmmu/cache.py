@@ -523,7 +523,7 @@ class KVCache(Bound):
             step that is prepared, and the tables change before the next one.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
-            ``page_orders``, ``hold_blocks``, ``budget_blocks``, ``max_sequences``,
+            ``page_orders``, ``hold_blocks``, ``eviction``, ``budget_blocks``, ``max_sequences``,
             ``compaction_start``, ...).
 
     Raises:

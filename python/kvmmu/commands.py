@@ -136,6 +136,13 @@ def _replay(
     hold_blocks: Annotated[
         int, typer.Option(help="Empty blocks kept behind a sequence to grow into.")
     ] = 8,
+    eviction: Annotated[
+        str, typer.Option(metavar="lru|lfu", help="Which cached blocks go first.")
+    ] = "lru",
+    page_aware: Annotated[
+        Switch,
+        typer.Option(help="Of the oldest tenth, evict where few blocks of a window are in use."),
+    ] = Switch.on,
     one_at_a_time: Annotated[
         bool,
         typer.Option(
@@ -180,6 +187,8 @@ def _replay(
             placement=placement,
             page_orders=_orders(page_orders),
             hold_blocks=hold_blocks,
+            eviction=eviction,
+            page_aware=page_aware is Switch.on,
             one_at_a_time=one_at_a_time,
             verify=verify,
             sabotage=sabotage,

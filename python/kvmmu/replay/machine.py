@@ -35,7 +35,7 @@ class Machine:
     """An MMU with everything around it.
 
     Args:
-        options: pool, block size, placement, sabotage.
+        options: pool, block size, placement, eviction, sabotage.
         rows: requests in one batch.
         longest: tokens of the longest sequence that will be opened.
         slots: most tokens written in one step.
@@ -61,6 +61,8 @@ class Machine:
             hold_blocks=options.hold_blocks,
             budget_blocks=options.budget_blocks,
             seed=options.seed,
+            eviction=options.eviction,
+            page_aware=options.page_aware,
         )
         try:
             contents = np.zeros((options.blocks + 1, self.block_size), dtype=np.uint64)

@@ -30,6 +30,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _CHOICES = {
     "placement": ("address", "fullest", "fifo", "scatter"),
+    "eviction": ("lru", "lfu"),
     "sabotage": ("skip-copy", "skip-commit", "early-reuse", "wrong-block"),
 }
 
@@ -52,6 +53,8 @@ class Options:
         placement: ``"address"``, ``"fullest"``, ``"fifo"`` or ``"scatter"`` (worst case).
         page_orders: page sizes of the pool, each 2**order blocks; 0 among them.
         hold_blocks: empty blocks kept behind a sequence to grow into, at most.
+        eviction: ``"lru"`` or ``"lfu"``.
+        page_aware: whether, of the oldest tenth, blocks in windows with few live ones go first.
         one_at_a_time: each request alone, without a clock; see :mod:`.alone`.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.
@@ -72,6 +75,8 @@ class Options:
     placement: str = "address"
     page_orders: tuple[int, ...] = (0, 2, 9)
     hold_blocks: int = 8
+    eviction: str = "lru"
+    page_aware: bool = True
     one_at_a_time: bool = False
     verify: bool = False
     sabotage: str | None = None

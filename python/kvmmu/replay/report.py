@@ -109,6 +109,8 @@ def figures(
             "placement": options.placement,
             "page_orders": list(options.page_orders),
             "hold_blocks": options.hold_blocks,
+            "eviction": options.eviction,
+            "page_aware": options.page_aware,
             "one_at_a_time": options.one_at_a_time,
             "verify": options.verify,
             "sabotage": options.sabotage,

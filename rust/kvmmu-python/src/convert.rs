@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use kvmmu::{Keys, PageOrders, Placement};
+use kvmmu::{Eviction, Keys, PageOrders, Placement};
 use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -147,6 +147,25 @@ pub fn page_orders(value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<PageOrde
         orders.push(order as u32);
     }
     PageOrders::new(&orders).map(Some).map_err(|_| refused())
+}
+
+/// Which cached blocks are evicted first; by default the least recently used.
+pub fn eviction(value: Option<&Bound<'_, PyAny>>) -> PyResult<Eviction> {
+    let Some(value) = value else {
+        return Ok(Eviction::Lru);
+    };
+    Ok(match word(value, "eviction", &["lru", "lfu"])? {
+        "lfu" => Eviction::Lfu,
+        _ => Eviction::Lru,
+    })
+}
+
+/// Yes or no, not a number that could be taken for it.
+pub fn flag(value: &Bound<'_, PyAny>, name: &str) -> PyResult<bool> {
+    match value.cast::<PyBool>() {
+        Ok(flag) => Ok(flag.is_true()),
+        Err(_) => Err(refuse(value.py(), name, shown(value), "True or False")),
+    }
 }
 
 /// Which block of a pool of `num_blocks` nobody is given: by default the last.

@@ -34,11 +34,11 @@ impl MMU {
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
         null_block=None, table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
         compaction_start=None, compaction_stop=None, anchor=None, page_orders=None, medium_from=None,
-        huge_from=None, hold_blocks=None, dedup=false, seed=0
+        huge_from=None, hold_blocks=None, dedup=false, seed=0, eviction=None, page_aware=None
     ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
         max_blocks_per_sequence=None, null_block='last', table_nodes=None, prefix_caching=True, placement='address', \
         budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, anchor=0.15, page_orders=(0, 2, 9), medium_from=512, huge_from=2048, \
-        hold_blocks=8, dedup=False, seed=0)")]
+        hold_blocks=8, dedup=False, seed=0, eviction='lru', page_aware=True)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -60,6 +60,8 @@ impl MMU {
         hold_blocks: Option<Any<'_, '_>>,
         dedup: bool,
         seed: i64,
+        eviction: Option<Any<'_, '_>>,
+        page_aware: Option<Any<'_, '_>>,
     ) -> PyResult<Self> {
         let most_blocks = i64::from(kvmmu::MAX_BLOCKS);
         let whole = |value: Option<Any<'_, '_>>, name: &str, most: i64, default: u32| match value {
@@ -85,6 +87,10 @@ impl MMU {
         config.null_block = convert::null_block(null_block, num_blocks)?;
         config.prefix_caching = prefix_caching;
         config.placement = convert::placement(placement, seed)?;
+        config.eviction = convert::eviction(eviction)?;
+        if let Some(value) = page_aware {
+            config.page_aware = convert::flag(value, "page_aware")?;
+        }
         if let Some(value) = anchor {
             config.anchor = share(value, "anchor")?;
         }

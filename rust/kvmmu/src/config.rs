@@ -59,6 +59,16 @@ impl PageOrders {
     }
 }
 
+/// Which cached blocks are evicted first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Eviction {
+    /// The least recently used.
+    Lru,
+    /// The least frequently used, of those the least recently used. What was used much long ago
+    /// counts less and less.
+    Lfu,
+}
+
 /// Settings. [`Config::new`] gives the defaults; change fields, then build an
 /// [`Mmu`](crate::Mmu) from it.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,6 +89,11 @@ pub struct Config {
     pub table_nodes: u32,
     /// Keep the blocks of closed sequences for later prompts.
     pub prefix_caching: bool,
+    /// Which cached blocks are evicted first; what stands behind a prefix always before it.
+    pub eviction: Eviction,
+    /// Evict, of the tenth that goes first, the blocks in the windows with the fewest blocks that
+    /// are neither empty nor evictable: so whole windows become empty.
+    pub page_aware: bool,
     /// Where new blocks are taken from.
     pub placement: Placement,
     /// Share of the pool that is the anchor region, 0 to below 1: prompts that are expected to be
@@ -116,6 +131,8 @@ impl Config {
             max_blocks_per_sequence: num_blocks.min(MAX_SHIFTED_BLOCKS),
             table_nodes: 0,
             prefix_caching: true,
+            eviction: Eviction::Lru,
+            page_aware: true,
             placement: Placement::AddressOrder,
             anchor: 0.15,
             page_orders: PageOrders::DEFAULT,

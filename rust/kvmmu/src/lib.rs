@@ -63,7 +63,8 @@ mod validate;
 
 pub use compact::{Goal, Measure, Moves, Plan};
 pub use config::{
-    Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES, PageOrders,
+    Config, Eviction, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES,
+    PageOrders,
 };
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};

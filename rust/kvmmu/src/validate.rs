@@ -317,26 +317,25 @@ impl Mmu {
     }
 
     fn check_order(&self, shared: &Shared) -> Check {
-        let mut seen = std::collections::HashSet::new();
+        let mut seen = 0;
         let mut fenced = std::collections::HashSet::new();
-        for block in shared.index.oldest() {
-            ensure!(
-                seen.insert(block),
-                "block {block} stands twice in the order of eviction"
-            );
-            ensure!(
-                self.pool.state(block) == State::Cached && !shared.is_cooling(block),
-                "block {block} ({:?}) stands in the order of eviction",
-                self.pool.state(block)
-            );
-        }
+        let each = |block| match self.pool.state(block) {
+            State::Cached if !shared.is_cooling(block) => {
+                seen += 1;
+                Ok(())
+            }
+            state => Err(format!(
+                "block {block} ({state:?}) stands in the order of eviction"
+            )),
+        };
+        shared.index.check_order(each).map_err(Broken)?;
         let states = self.pool.states();
         let (waiting, cooling) = Mmu::waiting(shared);
         ensure!(
-            seen.len() + cooling == states.cached as usize,
+            seen + cooling == states.cached as usize,
             "{} cached blocks, {} in the order of eviction, {cooling} cooling",
             states.cached,
-            seen.len()
+            seen
         );
         for block in shared.fenced_blocks() {
             ensure!(fenced.insert(block), "block {block} waits twice for a step");

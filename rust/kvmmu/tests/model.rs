@@ -11,8 +11,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use kvmmu::{
-    Config, Error, Keys, Mmu, Moves, Opening, PageOrders, Placement, Plan, Rows, States, Tables,
-    When,
+    Config, Error, Eviction, Keys, Mmu, Moves, Opening, PageOrders, Placement, Plan, Rows, States,
+    Tables, When,
 };
 use proptest::prelude::*;
 
@@ -254,6 +254,9 @@ impl World {
             blocks, block_size, ..
         } = *setup;
         let mut config = Config::new(blocks, block_size);
+        if blocks.is_multiple_of(2) {
+            config.eviction = Eviction::Lfu;
+        }
         config.max_sequences = 9;
         config.null_block = setup.null.min(blocks);
         config.page_orders = PageOrders::new(&setup.orders).unwrap();

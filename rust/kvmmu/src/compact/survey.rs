@@ -240,7 +240,11 @@ impl Mmu {
         let mut movable = self.pool.movable_bits();
         self.remove_unsettled(&mut movable);
         self.remove_huge(&mut movable);
-        let cached = self.pool.evictable_bits();
+        // What is held can be had as what is cached can, and goes last of all.
+        let mut cached = self.pool.evictable_bits();
+        let held = self.holds.largest();
+        let held = held.iter().flat_map(|(range, _)| range.clone());
+        held.clone().for_each(|block| set(&mut cached, block, true));
         // Fenced blocks will be empty when their steps have ended: else the run that a pass has just
         // emptied would look occupied to the next pass.
         let mut soon = vec![0; cached.len()];
@@ -258,7 +262,8 @@ impl Mmu {
         let mut oldest = shared
             .index
             .oldest()
-            .filter(|&block| self.pool.is_evictable(block));
+            .filter(|&block| self.pool.is_evictable(block))
+            .chain(held);
         let planned = planner(&snapshot, &mut oldest);
         (planned, cached)
     }

@@ -101,13 +101,16 @@ impl Mmu {
         })
     }
 
-    /// `evict`: the plan counted on a cached block there; else on an empty one.
+    /// `evict`: the plan counted on a cached block there, or a held one; else on an empty one.
     fn take_destination(&self, shared: &mut Shared, block: u32, evict: bool) -> bool {
         if evict && self.pool.is_evictable(block) {
             let mut spare = Vec::new();
             self.evict_block(shared, block, &mut spare);
             self.pool.give(&spare);
             return true;
+        }
+        if evict && let Some(slot) = self.holds.holder(block) {
+            self.drop_hold(slot);
         }
         self.pool.take_exact(block)
     }

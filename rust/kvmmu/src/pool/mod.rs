@@ -71,6 +71,9 @@ pub use states::States;
 pub(crate) use word::Word;
 pub use word::{MAX_OWNER, MAX_REFERENCES, State};
 
+/// Blocks of a window.
+pub(crate) const WINDOW: u32 = Physical::<64, 8>::WINDOW;
+
 /// The physical blocks: `BITS` of them a word, `WORDS` words a window. Other geometries than the
 /// default are for model checkers, whose worlds must be small.
 #[derive(Debug)]

@@ -5,8 +5,9 @@
 
 use std::ops::Range;
 
+use super::physical::Physical;
 use super::word::{both_released, both_retained};
-use super::{Pool, State, Word};
+use super::{Pool, State, WINDOW, Word};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Number of blocks in each state.
@@ -332,6 +333,25 @@ impl Pool {
             .collect()
     }
 
+    /// Blocks of a window that are neither empty nor evictable.
+    pub(crate) fn live_in(&self, window: u32) -> u32 {
+        let words = Physical::<64, 8>::words_of(window);
+        // Relaxed, both: whoever decides by it has to live with what changes meanwhile.
+        let ones = |words: &[AtomicU64]| {
+            let each = words
+                .iter()
+                .map(|word| word.load(Ordering::Relaxed).count_ones());
+            each.sum::<u32>()
+        };
+        let held = ones(&self.physical.lines[words.clone()]);
+        let known = self.evictable.len();
+        let evictable = ones(&self.evictable[words.start..words.end.min(known)]);
+        let first = window * WINDOW;
+        let outside = (first + WINDOW).saturating_sub(self.physical.span);
+        let null = self.reserved.is_some_and(|block| block / WINDOW == window);
+        held.saturating_sub(evictable + outside + u32::from(null))
+    }
+
     /// Bits of the blocks in use that are not stuck. (Cached blocks are evictable or stuck.)
     pub(crate) fn movable_bits(&self) -> Vec<u64> {
         let mut bits: Vec<u64> = (self.lines().zip(&self.evictable).zip(&self.stuck))
@@ -344,13 +364,6 @@ impl Pool {
             *bits.last_mut().expect("a pool has at least one block") &= !(!0 << rest);
         }
         bits
-    }
-
-    /// Empty and evictable blocks of a window.
-    pub(crate) fn available_in(&self, window: u32) -> u32 {
-        self.window(window)
-            .map(|(line, evictable)| (!line | evictable).count_ones())
-            .sum()
     }
 
     /// Windows in which every block is empty or evictable: (evictable, window).

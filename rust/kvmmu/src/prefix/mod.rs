@@ -19,12 +19,13 @@ mod tokens;
 
 use hashbrown::HashTable;
 
+use crate::config::Eviction;
 use crate::error::Result;
 use crate::sync::{filled, no_memory, reserved};
 
 pub use hash::Keys;
 use hash::{ROOT_HASH, chain};
-use order::Order;
+use order::{MAX_USES, Order};
 pub(crate) use tokens::Tokens;
 
 const NONE: u32 = u32::MAX;
@@ -41,6 +42,9 @@ struct Node {
     child: u32,
     /// Siblings: (previous, next).
     siblings: (u32, u32),
+    /// How often a prompt found it, when the order had this age.
+    uses: u16,
+    age: u64,
 }
 
 /// The prefix index.
@@ -63,7 +67,7 @@ pub(crate) struct Index {
 
 impl Index {
     /// An index over `num_blocks` blocks; 0 when prefixes are not cached.
-    pub(crate) fn new(num_blocks: u32, block_size: u32) -> Result<Self> {
+    pub(crate) fn new(num_blocks: u32, block_size: u32, eviction: Eviction) -> Result<Self> {
         let n = num_blocks as usize;
         let mut by_hash = HashTable::new();
         // At most one node a block: nothing grows, and so nothing stalls, while serving.
@@ -77,7 +81,7 @@ impl Index {
             by_hash,
             node_of: filled(NONE, n)?,
             twins: filled((NONE, NONE), n)?,
-            order: Order::new(n)?,
+            order: Order::new(n, eviction)?,
             scratch: Vec::new(),
             tokens: Vec::new(),
             hash_mask: !0,
@@ -201,6 +205,8 @@ impl Index {
                     block,
                     child: NONE,
                     siblings: (NONE, NONE),
+                    uses: 0,
+                    age: self.order.age(),
                 })
             }
         };
@@ -316,33 +322,55 @@ impl Index {
         }
     }
 
-    /// The block to evict instead of `block`: itself, or a block behind it that could no longer be
-    /// found without it and that `may` be evicted. (Order alone puts leaves first, unless somebody
-    /// held a leaf alone, by a pin, after its sequences had gone.)
-    pub(crate) fn leaf_of(&self, block: u32, may: impl Fn(u32) -> bool) -> u32 {
+    /// A block behind `block` that could no longer be found without it and that `may` be evicted.
+    /// (Order alone puts leaves first, unless somebody held a leaf alone, by a pin, after its
+    /// sequences had gone, or the victims were chosen by where they lie.)
+    pub(crate) fn behind(&self, block: u32, may: impl Fn(u32) -> bool) -> Option<u32> {
         let link = |id: u32| (id != NONE).then_some(id);
         let children = |id: u32| {
             let first = link(self.nodes[id as usize].child);
             std::iter::successors(first, move |&id| link(self.nodes[id as usize].siblings.1))
         };
-        let mut victim = block;
-        'deeper: loop {
-            let id = self.node_of[victim as usize];
-            if self.nodes[id as usize].block != victim || self.twins[victim as usize].1 != NONE {
-                return victim; // another block holds the same content
-            }
-            let mut rest: Vec<u32> = children(id).collect();
-            while let Some(id) = rest.pop() {
-                let first = link(self.nodes[id as usize].block);
-                let mut holders = std::iter::successors(first, |&b| link(self.twins[b as usize].1));
-                if let Some(behind) = holders.find(|&holder| may(holder)) {
-                    victim = behind;
-                    continue 'deeper;
-                }
-                rest.extend(children(id));
-            }
-            return victim;
+        let id = self.node_of[block as usize];
+        if self.nodes[id as usize].block != block || self.twins[block as usize].1 != NONE {
+            return None; // another block holds the same content
         }
+        let mut rest: Vec<u32> = children(id).collect();
+        while let Some(id) = rest.pop() {
+            let first = link(self.nodes[id as usize].block);
+            let mut holders = std::iter::successors(first, |&b| link(self.twins[b as usize].1));
+            if let Some(behind) = holders.find(|&holder| may(holder)) {
+                return Some(behind);
+            }
+            rest.extend(children(id));
+        }
+        None
+    }
+
+    /// A prompt has found these blocks.
+    pub(crate) fn used(&mut self, blocks: &[u32]) {
+        if !self.order.counts_uses() {
+            return;
+        }
+        for &block in blocks {
+            let id = self.node_of[block as usize];
+            let uses = self.uses(id).saturating_add(1).min(MAX_USES);
+            let node = &mut self.nodes[id as usize];
+            (node.uses, node.age) = (uses, self.order.age());
+        }
+    }
+
+    /// Uses of a node, halved as often as the order's.
+    fn uses(&self, id: u32) -> u16 {
+        let node = &self.nodes[id as usize];
+        let halved = self.order.age() - node.age;
+        node.uses.checked_shr(halved.min(99) as u32).unwrap_or(0)
+    }
+
+    /// A cached block enters the order of eviction.
+    pub(crate) fn enter_order(&mut self, block: u32) {
+        let uses = self.uses(self.node_of[block as usize]);
+        self.order.push(block, uses);
     }
 
     /// The order of eviction.
@@ -350,9 +378,30 @@ impl Index {
         &mut self.order
     }
 
-    /// Blocks that may be evicted, least recently used first.
+    /// Blocks that may be evicted, in the order of eviction.
     pub(crate) fn oldest(&self) -> impl Iterator<Item = u32> + '_ {
         self.order.iter()
+    }
+
+    /// Checks the order of eviction; each block that stands in it goes to `each`.
+    pub(crate) fn check_order(
+        &self,
+        mut each: impl FnMut(u32) -> std::result::Result<(), String>,
+    ) -> std::result::Result<(), String> {
+        self.order.check(|block, class| {
+            let id = self.node_of[block as usize];
+            let node = self.nodes.get(id as usize);
+            let node = node.ok_or_else(|| format!("block {block} is evictable, not published"))?;
+            // Uses of equal contents count for all of them, also for one that waits here.
+            let alone = node.block == block && self.twins[block as usize].1 == NONE;
+            let now = self.order.class_of(self.uses(id));
+            if class > now || (alone && class != now) {
+                return Err(format!(
+                    "block {block} stands in class {class}, its uses say {now}"
+                ));
+            }
+            each(block)
+        })
     }
 
     /// Checks that a published block can be found by its own content, and that every link agrees.
@@ -444,7 +493,7 @@ mod tests {
 
     impl Fixture {
         fn new(mask: u128) -> Self {
-            let mut index = Index::new(16, 2).unwrap();
+            let mut index = Index::new(16, 2, Eviction::Lru).unwrap();
             index.mask_hashes(mask);
             Self {
                 store: Tokens::new(16, 2, true).unwrap(),
@@ -511,12 +560,14 @@ mod tests {
         f.publish(1, Some(0), [3, 4]);
         f.publish(2, Some(1), [5, 6]);
         f.publish(3, Some(0), [7, 8]);
-        assert_eq!(f.index.leaf_of(1, |_| true), 2);
-        assert_eq!(f.index.leaf_of(0, |block| block == 3), 3);
-        assert_eq!(f.index.leaf_of(0, |_| false), 0);
+        assert_eq!(f.index.behind(1, |_| true), Some(2));
+        assert_eq!(f.index.behind(2, |_| true), None);
+        assert_eq!(f.index.behind(0, |block| block == 2), Some(2));
+        assert_eq!(f.index.behind(0, |block| block == 3), Some(3));
+        assert_eq!(f.index.behind(0, |_| false), None);
         // Another holder keeps what stands behind findable.
         f.publish(4, None, [1, 2]);
-        assert_eq!(f.index.leaf_of(0, |_| true), 0);
+        assert_eq!(f.index.behind(0, |_| true), None);
     }
 
     #[test]

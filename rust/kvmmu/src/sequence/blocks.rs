@@ -21,9 +21,7 @@ impl Mmu {
 
     /// Whether a block is kept behind a sequence to grow into.
     fn is_held(&self, block: u32) -> bool {
-        self.pool.is_stuck(block)
-            && self.holds.total() > 0
-            && (self.holds.largest().iter()).any(|(held, _)| held.contains(&block))
+        self.pool.is_stuck(block) && self.holds.holder(block).is_some()
     }
 
     /// Takes one reference on each block, which must be in use or cached: it stays where it is and
@@ -119,15 +117,27 @@ impl Mmu {
         Ok(())
     }
 
-    /// Drops up to `n` cached blocks, least recently used first; returns how many.
+    /// Drops up to `n` cached blocks, in the order of eviction; returns how many.
     pub fn evict(&self, n: u32) -> u32 {
         let _rest = self.rest();
         let mut shared = self.shared();
-        let n = n.min(self.pool.num_evictable());
-        let (mut evicted, spare) = self.evict_oldest(&mut shared, n);
-        evicted.extend(spare);
-        self.pool.give(&evicted);
-        evicted.len() as u32
+        let (mut evicted, mut spare) = (0, Vec::new());
+        while evicted + (spare.len() as u32) < n {
+            if self.config.page_aware && shared.index.order().next_victim().is_none() {
+                // What has gone must not count as live when the next victims are chosen.
+                self.pool.give(&spare);
+                evicted += spare.len() as u32;
+                spare.clear();
+            }
+            let left = n - evicted - spare.len() as u32;
+            let Some(block) = self.next_victim(&mut shared, left) else {
+                break;
+            };
+            self.evict_block(&mut shared, block, &mut spare);
+            spare.push(block);
+        }
+        self.pool.give(&spare);
+        evicted + spare.len() as u32
     }
 
     /// References (mappings, pins, moves) of each block.

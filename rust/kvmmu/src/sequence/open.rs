@@ -201,6 +201,7 @@ impl Mmu {
             return Err(error);
         }
         self.map_shared(&mut shared, sequence, 0, &matched, allowed);
+        shared.index.used(&matched);
         drop(shared);
 
         self.map_private(sequence, start, &fresh, allowed);

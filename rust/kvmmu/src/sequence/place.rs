@@ -223,6 +223,10 @@ impl Mmu {
                 .pool
                 .take_tail(n, room, (align, at & (align - 1)), zone);
             let first = first.or_else(|| self.pool.take_run(n, zone));
+            let first = first.or_else(|| {
+                self.break_holds(self.holds.total());
+                self.pool.take_run(n, zone)
+            });
             match first {
                 Some(first) => {
                     claim.reserved -= n;
@@ -406,6 +410,9 @@ impl Mmu {
         }
         for (held, slot) in self.holds.largest() {
             for window in held.start / REGION..held.end.div_ceil(REGION) {
+                if (window + 1) * REGION > self.config.span() {
+                    continue;
+                }
                 let (from, to) = (window * REGION, (window + 1) * REGION);
                 let (n, slots) = in_way.entry(window).or_default();
                 *n += held.end.min(to) - held.start.max(from);
@@ -417,13 +424,9 @@ impl Mmu {
 
     /// Windows in which only holds lie and what is empty or cached.
     pub(super) fn windows_of_holds(&self) -> u32 {
-        let way = |(&window, (held, _)): (&u32, &(u32, Vec<u32>))| {
-            self.pool.available_in(window) + held >= REGION
-        };
-        self.holds_by_window()
-            .iter()
-            .filter(|&each| way(each))
-            .count() as u32
+        let alone =
+            |&(&window, (held, _)): &(&u32, &(u32, Vec<u32>))| self.pool.live_in(window) == *held;
+        self.holds_by_window().iter().filter(alone).count() as u32
     }
 
     /// Breaks the holds of windows in which nothing else lies that is not cached. Returns whether
@@ -431,7 +434,7 @@ impl Mmu {
     fn break_holds_of_windows(&self) -> bool {
         let mut any = false;
         for (window, (held, slots)) in self.holds_by_window() {
-            if self.pool.available_in(window) + held < REGION {
+            if self.pool.live_in(window) != held {
                 continue;
             }
             for slot in slots {

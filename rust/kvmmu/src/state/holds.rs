@@ -101,6 +101,14 @@ impl Holds {
         held
     }
 
+    /// The slot that holds a block.
+    pub(crate) fn holder(&self, block: u32) -> Option<u32> {
+        if self.total() == 0 {
+            return None;
+        }
+        (0..self.words.len() as u32).find(|&slot| self.of(slot).contains(&block))
+    }
+
     /// All holds that there are now: (blocks, slot), the largest first.
     pub(crate) fn largest(&self) -> Vec<(Range<u32>, u32)> {
         let all = (0..self.words.len() as u32).map(|slot| (self.of(slot), slot));

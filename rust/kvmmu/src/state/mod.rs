@@ -1,8 +1,9 @@
 //! The state that every verb works on: one struct, and the few block transitions that several
 //! verbs share.
 //!
-//! What lives here: [`Mmu`], its locks, and how a block is claimed, evicted, released, fenced. What
-//! never lives here: a verb. Those are one file each in [`crate::sequence`] and [`crate::compact`].
+//! What lives here: [`Mmu`], its locks, and how a block is claimed, released, fenced (evicted:
+//! `evict.rs`). What never lives here: a verb. Those are one file each in [`crate::sequence`] and
+//! [`crate::compact`].
 //!
 //! # Synchronization
 //!
@@ -19,6 +20,7 @@
 //!
 //! Order: gate, slots, shared, steps.
 
+mod evict;
 mod holds;
 mod mapping;
 mod reverse;
@@ -169,7 +171,7 @@ impl Mmu {
             }),
             gate: RwLock::new(()),
             shared: Mutex::new(Shared {
-                index: Index::new(indexed, block_size)?,
+                index: Index::new(indexed, block_size, config.eviction)?,
                 chains: Chains::default(),
                 pins: HashMap::default(),
                 leases: HashMap::default(),
@@ -351,64 +353,6 @@ impl Mmu {
         lock(&self.free_slots).reused.push(Descending(slot));
     }
 
-    // -- evicting ----------------------------------------------------------------------------
-
-    /// Drops the `n` least recently used evictable blocks, which are private to the caller then,
-    /// and so is the second list: blocks that could no longer be found without them.
-    pub(crate) fn evict_oldest(&self, shared: &mut Shared, n: u32) -> (Vec<u32>, Vec<u32>) {
-        let (mut evicted, mut spare) = (Vec::with_capacity(n as usize), Vec::new());
-        while (evicted.len() as u32) < n {
-            evicted.push(spare.pop().unwrap_or_else(|| {
-                let block = self.next_victim(shared);
-                let block = block.expect("fewer evictable blocks than were counted");
-                self.evict_block(shared, block, &mut spare);
-                block
-            }));
-        }
-        (evicted, spare)
-    }
-
-    /// The least recently used evictable block, leaves before what they stand behind.
-    pub(crate) fn next_victim(&self, shared: &Shared) -> Option<u32> {
-        let may = |block: u32| self.pool.is_evictable(block);
-        let oldest = shared.index.oldest().find(|&block| may(block))?;
-        Some(shared.index.leaf_of(oldest, may))
-    }
-
-    /// Drops a cached, evictable block, which is private to the caller then.
-    pub(crate) fn evict_block(&self, shared: &mut Shared, block: u32, spare: &mut Vec<u32>) {
-        self.leave_cache(shared, block);
-        self.pool.set_word(block, Word::PRIVATE);
-        count(&self.stats.evicted_blocks, 1);
-        self.withdraw(shared, block, spare);
-    }
-
-    /// Takes a block out of the prefix index. What could no longer be found without it leaves too;
-    /// of that, blocks that nobody holds are private to the caller and appended to `spare`.
-    pub(crate) fn withdraw(&self, shared: &mut Shared, block: u32, spare: &mut Vec<u32>) {
-        let mut dropped = Vec::new();
-        shared.index.withdraw(block, &mut dropped);
-        for block in dropped {
-            let word = self.pool.word(block);
-            let cooling = shared.cooling.get(&block).copied();
-            if word.state() == State::Cached {
-                self.leave_cache(shared, block);
-                count(&self.stats.evicted_blocks, 1);
-            }
-            match (word.withdrawn(), cooling) {
-                (Some(word), _) => {
-                    self.pool.set_word(block, word);
-                    self.refresh_stuck(shared, block);
-                }
-                (None, Some(step)) => self.fence(shared, step, block),
-                (None, None) => {
-                    self.pool.set_word(block, Word::PRIVATE);
-                    spare.push(block);
-                }
-            }
-        }
-    }
-
     // -- references --------------------------------------------------------------------------
 
     /// One more holder of a block that is published or already shared, or of a sequence's own
@@ -488,21 +432,6 @@ impl Mmu {
         }
         if fence.is_some() || self.pool.word(block).is_moving() {
             self.refresh_stuck(shared, block);
-        }
-    }
-
-    /// A cached block that no step can touch enters the order of eviction.
-    pub(crate) fn enter_order(&self, shared: &mut Shared, block: u32) {
-        shared.index.order().push(block);
-        self.pool
-            .set_evictable(block, !self.pool.word(block).is_moving());
-    }
-
-    /// A cached block is taken out of the order of eviction (its word still says cached).
-    pub(crate) fn leave_cache(&self, shared: &mut Shared, block: u32) {
-        if !self.stop_cooling(shared, block) {
-            shared.index.order().remove(block);
-            self.pool.set_evictable(block, false);
         }
     }
 
