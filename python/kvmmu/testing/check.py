@@ -240,6 +240,6 @@ class _Counted(AllocatorMachine):
         finally:
             if batch.fault is None:  # afterwards the same fault is only being shortened
                 batch.examples += 1
-                batch.calls += len(trial.lines)
+                batch.calls += len(trial.script.lines)
             batch.fault = trial.fault or batch.fault
         batch.watch(batch.examples, batch.fault is not None)

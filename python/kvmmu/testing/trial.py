@@ -2,8 +2,8 @@
 
 What lives here: :class:`Trial`, whose methods each make one call, compare what came of it with
 the model, and raise a fault with all calls so far. What never lives here: chance (see
-:mod:`.machine`). Each call is a line of Python, and the lines that a fault shows are those that
-ran.
+:mod:`.machine`), whether it is an allocator at all (:mod:`.subject`), and how a call becomes a line
+of Python (:mod:`.script`).
 
 The model is short: which claims hold which blocks, and what each of their blocks contains. The rest
 follows. A block is held if a claim has it and free otherwise; its references are the claims that
@@ -16,19 +16,16 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType
+from operator import index as whole
+from reprlib import repr as shown_short
 from typing import Any
 
-from ..errors import InvalidConfig
 from . import faults
+from .script import Script
+from .subject import Refuses, Subject
 
 __all__ = ["Claim", "Trial"]
 
-OPTIONAL = (
-    "retain", "fork", "append", "truncate", "compact", "claim_prompt", "publish", "evict",
-    "stats", "references", "validate", "write", "read",
-)  # fmt: skip
 FEW = 64
 """Pools up to this size have every block looked at after each call, larger ones those held."""
 
@@ -53,11 +50,6 @@ def _part(claim: Claim, start: int, stop: int) -> str:
     return f"{claim.name}[{start or ''}:{stop if stop < len(claim.blocks) else ''}]"
 
 
-@lru_cache(maxsize=4096)
-def _compiled(line: str) -> CodeType:
-    return compile(line, "<sequence>", "exec")
-
-
 class Trial:
     """An allocator under test.
 
@@ -70,44 +62,24 @@ class Trial:
         InvalidConfig: the factory raised, or made no :class:`~.protocol.Allocator`.
     """
 
-    def __init__(
-        self, factory: Callable[[], Any], refuses: tuple[type[Exception], ...] | None = None
-    ) -> None:
-        self.factory = factory
-        try:
-            self.allocator = allocator = factory()
-        except InvalidConfig:
-            raise
-        except Exception as error:
-            raise InvalidConfig(
-                f"{_name_of(factory)}() raised {type(error).__name__}: {error}; a factory takes "
-                "nothing and makes an allocator"
-            ) from error
-        missing = [n for n in ("num_blocks", "claim", "release") if not hasattr(allocator, n)]
-        if missing:
-            raise InvalidConfig(
-                f"{_name_of(factory)} made a {type(allocator).__name__}, which lacks "
-                f"{', '.join(missing)}; an allocator has num_blocks, claim and release"
-            )
-        self.num_blocks = int(allocator.num_blocks)
-        null = getattr(allocator, "null_block", None)
-        self.null_block = None if null is None else int(null)
-        self.trusts_caller = bool(getattr(allocator, "trusts_caller", False))
-        self.copies_on_write = bool(getattr(allocator, "copies_on_write", False))
-        self.refuses = refuses or tuple(getattr(allocator, "refuses", (MemoryError,)))
-        self.has = {name for name in OPTIONAL if hasattr(allocator, name)}
+    def __init__(self, factory: Callable[[], Any], refuses: Refuses | None = None) -> None:
+        self.subject = subject = Subject.made_by(factory, refuses)
+        self.allocator = subject.allocator
+        self.num_blocks = subject.num_blocks
+        self.has = subject.has
         self.deals_in_sequences = bool(self.has & {"fork", "append", "truncate"})
         self.owns_memory = {"read", "write"} <= self.has
+        self.script = Script(factory, subject.allocator)
 
         self.claims: list[Claim] = []
         self.gone: list[tuple[str, list[int]]] = []
         """Expressions of what was released, and its ids then."""
         self.cached: int | None = None
         """Cached blocks after the last call, if the allocator says."""
+        self.prompts: dict[int, int] = {}
+        """The most blocks that each prompt has asked for."""
         self.memory: dict[int, int] = {}
-        self.lines: list[str] = []
         self.fault: faults.AllocatorFault | None = None
-        self._variables: dict[str, Any] = {"a": allocator}
         self._names = (f"x{number}" for number in itertools.count())
         self._values = itertools.count(1)
 
@@ -123,15 +95,6 @@ class Trial:
         """Blocks that nobody holds."""
         return self.num_blocks - len(self.held)
 
-    def is_block(self, block: int) -> bool:
-        """Whether this id may be handed out."""
-        last = self.num_blocks - (self.null_block is None)
-        return 0 <= block <= last and block != self.null_block
-
-    def all_blocks(self) -> Iterator[int]:
-        """Every id that may be handed out."""
-        return filter(self.is_block, range(self.num_blocks + 1))
-
     # -- calls that claim ----------------------------------------------------------------------
 
     def claim(self, n: int) -> None:
@@ -146,10 +109,12 @@ class Trial:
     def claim_prompt(self, prompt: int, n: int) -> None:
         """Asks for the first blocks of a prompt; whatever is found cached must be what it says."""
         name = next(self._names)
+        self.prompts[prompt] = max(n, self.prompts.get(prompt, 0))
         # It costs n at most: what is found cached and is held costs nothing.
         if not self._claims_blocks(f"{name}, hits = a.claim_prompt({prompt}, {n})", n):
             return
-        blocks, hits = self._blocks(name), int(self._variables["hits"])
+        blocks = self._blocks(name)
+        hits = self._whole(self.script.value("hits"), "hits", faults.WrongCount)
         if len(blocks) != n or not 0 <= hits <= n:
             raise self._fault(
                 faults.WrongCount,
@@ -181,7 +146,7 @@ class Trial:
         claim = self.claims[index]
         last = claim.blocks[-1] if claim.blocks else None
         shared = last is not None and self.held[last] > 1
-        cost = n + (shared and self.copies_on_write)
+        cost = n + (shared and self.subject.copies_on_write)
         if not self._claims_blocks(f"copies = a.append({claim.name}, {n})", cost):
             return
         copies = self._pairs("copies")
@@ -205,7 +170,7 @@ class Trial:
         self._check_new(claim.name, handed_out, n + len(copies), shown)
         for source, destination in copies:
             self._copy(source, destination)
-        if self.copies_on_write and last is not None:
+        if self.subject.copies_on_write and last is not None:
             if shared and not copies:
                 other = next(c for c in self.claims if c is not claim and last in c.blocks)
                 raise self._fault(
@@ -222,12 +187,13 @@ class Trial:
     def _claims_blocks(self, line: str, cost: int, may_refuse: bool = False) -> bool:
         """Runs a call that needs ``cost`` free blocks: whether it worked, which it must if they
         are there."""
-        call, free = line.split(" = ", 1)[1], self.free
+        free = self.free
         try:
-            self._run(line)
+            self.script.run(line)
         except Exception as error:
-            if not may_refuse and not isinstance(error, self.refuses):
-                raise self._crash(call, error) from error
+            call = self.script.call
+            if not may_refuse and not isinstance(error, self.subject.refuses):
+                raise self._crash(error) from error
             if cost <= free and not may_refuse:
                 message = f"{call} was refused although {free} blocks are free"
                 raise self._fault(faults.LostBlock, message) from error
@@ -238,9 +204,10 @@ class Trial:
     def _check_new(self, name: str, blocks: list[int], n: int, shown: str = "") -> None:
         """These blocks were just handed out: each must be one that nobody holds."""
         held, shown = self.held, shown or name
-        for i, block in enumerate(blocks):
+        seen: set[int] = set()
+        for block in blocks:
             self._check_id(name, block)
-            if block in blocks[:i]:
+            if block in seen:
                 raise self._fault(
                     faults.DoubleHandOut,
                     f"block {block} was handed out twice in one call",
@@ -255,6 +222,7 @@ class Trial:
                     if holder.name != name
                     else f"assert len({{*{name}}}) == len([*{name}])",
                 )
+            seen.add(block)
         if len(blocks) != n:
             over = n > self.free
             raise self._fault(
@@ -265,8 +233,8 @@ class Trial:
             )
 
     def _check_id(self, name: str, block: int) -> None:
-        if not self.is_block(block):
-            of = "the null block" if block == self.null_block else "no block of this pool"
+        if not self.subject.is_block(block):
+            of = "the null block" if block == self.subject.null_block else "no block of this pool"
             raise self._fault(
                 faults.UnknownBlock,
                 f"{name} was given block {block}, which is {of}",
@@ -290,15 +258,20 @@ class Trial:
             kept = f"{claim.name}[{stop}:]"
             if start:
                 kept = f"[*{claim.name}[:{start}], *{kept}]"
-            self._run(f"{claim.name} = {kept}")
+            self.script.run(f"{claim.name} = {kept}")
             del claim.blocks[start:stop], claim.values[start:stop]
             claim.prompt = None
         self._check()
 
     def release_together(self, first: int, second: int) -> None:
-        """Releases two claims of ids in one call."""
+        """Releases two claims of ids in one call. Where they share a block, the call may refuse to
+        be given it twice."""
         one, other = self.claims[first], self.claims[second]
-        self._must(f"a.release([*{one.name}, *{other.name}])")
+        call = f"a.release([*{one.name}, *{other.name}])"
+        if set(one.blocks).isdisjoint(other.blocks):
+            self._must(call)
+        elif not self._may(call):
+            return
         self.gone += [(claim.name, claim.blocks) for claim in (one, other)]
         self.claims = [claim for claim in self.claims if claim not in (one, other)]
         self._check()
@@ -313,7 +286,7 @@ class Trial:
             stop = len(claim.blocks) if stop is None else stop
             what = _part(claim, start, stop)
             self._must(f"a.retain({what})")
-            self._run(f"{name} = {what}")
+            self.script.run(f"{name} = {what}")
         part = slice(start, stop)
         self._add(Claim(name, claim.blocks[part], claim.values[part]))
         self._check()
@@ -332,7 +305,7 @@ class Trial:
         self._must("moves = a.compact()")
         new: dict[int, int] = {}
         for source, destination in self._pairs("moves"):
-            if not self.is_block(source) or not self.is_block(destination):
+            if not self.subject.is_block(source) or not self.subject.is_block(destination):
                 raise self._fault(
                     faults.BadMove,
                     f"a move from {source} to {destination}, of which one is no block of this pool",
@@ -352,7 +325,7 @@ class Trial:
         if not self.deals_in_sequences:
             for claim in self.claims:
                 if new.keys() & set(self._blocks(claim.name)):
-                    self._run(f"{claim.name} = {claim.blocks}")
+                    self.script.run(f"{claim.name} = {claim.blocks}")
         self._check()
 
     def publish(self, index: int) -> None:
@@ -370,7 +343,8 @@ class Trial:
         """Has cached blocks forgotten."""
         before = self._cached()
         self._must(f"evicted = a.evict({n})")
-        evicted, after = int(self._variables["evicted"]), self._cached()
+        evicted = self._whole(self.script.value("evicted"), "evicted", faults.WrongStatistics)
+        after = self._cached()
         self._check()
         if not 0 <= evicted <= n or (before is not None and after != before - evicted):
             counts = "" if before is None else f"; {before} were cached before, {after} are now"
@@ -404,12 +378,9 @@ class Trial:
         """Releases one reference by naming its block twice: an error, or once."""
         claim = self.claims[index]
         block = claim.blocks[0]
-        try:
-            self._run(f"a.release([{block}, {block}])")
-        except Exception as error:
-            self._raised(error)
+        if not self._may(f"a.release([{block}, {block}])"):
             return
-        self._run(f"{claim.name} = {claim.name}[1:]")
+        self.script.run(f"{claim.name} = {claim.name}[1:]")
         del claim.blocks[0], claim.values[0]
         claim.prompt = None
         self.claims = [claim for claim in self.claims if claim.blocks]
@@ -434,21 +405,27 @@ class Trial:
             )
 
     def _must_refuse(self, call: str, kind: type[faults.AllocatorFault], reason: str) -> None:
-        try:
-            self._run(call)
-        except Exception as error:
-            self._raised(error)
-        else:
+        if self._may(call):
             message = f"{call} was accepted although {reason}"
             raise self._fault(kind, message, f"assert False, {f'accepted although {reason}'!r}")
 
     # -- the end -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Releases everything: then every block can be had, once."""
+        """Releases everything: then every block can be had, once. Nothing is cached after that, and
+        no prompt may find anything but what others then publish."""
         while self.claims:
             self.release(0)
         self.claim_all()
+        if not self.prompts:
+            return
+        while self.claims:
+            self.release(0)
+        for prompt, n in self.prompts.items():
+            self.claim_prompt(prompt, min(n, self.num_blocks))
+            if not self.claims[0].written:
+                self.publish(0)
+            self.release(0)
 
     def claim_all(self) -> None:
         """Claims all that is free, block for block accounted for, and one more."""
@@ -460,13 +437,17 @@ class Trial:
     def _check(self, raised: str = "") -> None:
         """Compares all that can be seen. ``raised``: the call that has just failed, which must have
         changed nothing."""
-        self._check_sequences(raised)
+        self._check_claims(raised)
         self._check_stats(raised)
         held = self.held
         if "references" in self.has:
             few = self.num_blocks <= FEW
-            for block in self.all_blocks() if few else held:
-                count = int(self.allocator.references(block))
+            for block in self.subject.all_blocks() if few else held:
+                count = self._whole(
+                    self._ask("references", block),
+                    f"a.references({block})",
+                    faults.WrongReferences,
+                )
                 if count != held[block]:
                     raise self._mismatch(
                         raised,
@@ -491,10 +472,8 @@ class Trial:
                     raised, faults.Invalid, f"validate: {error}", "a.validate()"
                 ) from error
 
-    def _check_sequences(self, raised: str) -> None:
-        """What sequences show is what the model has."""
-        if not self.deals_in_sequences:
-            return
+    def _check_claims(self, raised: str) -> None:
+        """What claims show is what the model has: a list of ids is its caller's, and stays."""
         for claim in self.claims:
             shown = self._blocks(claim.name)
             if shown != claim.blocks:
@@ -539,11 +518,11 @@ class Trial:
 
     def _probe(self) -> None:
         """A count is off: is a block lost, or free while somebody holds it? Raises that, if so."""
-        lines, claims, has = len(self.lines), list(self.claims), self.has
+        lines, claims, has = len(self.script.lines), list(self.claims), self.has
         self.has = has - {"stats", "references", "validate"}
         self.claim_all()
         self.has, self.claims = has, claims
-        del self.lines[lines:]
+        del self.script.lines[lines:]
 
     def _mismatch(
         self, raised: str, kind: type[faults.AllocatorFault], message: str, proof: str
@@ -554,56 +533,99 @@ class Trial:
 
     # -- lines ---------------------------------------------------------------------------------
 
-    def _run(self, line: str) -> None:
-        self.lines.append(line)
-        exec(_compiled(line), self._variables)
-
     def _must(self, line: str) -> None:
         """Runs a call that has no reason to fail."""
         try:
-            self._run(line)
+            self.script.run(line)
         except Exception as error:
-            raise self._crash(line.split(" = ", 1)[-1], error) from error
+            raise self._crash(error) from error
+
+    def _may(self, call: str) -> bool:
+        """Runs a call that may raise whatever it likes, and then must have changed nothing: whether
+        it worked."""
+        try:
+            self.script.run(call)
+        except Exception as error:
+            self._raised(error)
+            return False
+        return True
 
     def _raised(self, error: Exception) -> None:
         """The last line raised, as it may or must: nothing may have changed."""
-        line = self.lines[-1]
-        call = line.split(" = ", 1)[-1]
-        self.lines[-1] = f"with suppress(Exception): {call}  # {type(error).__name__}"
-        self._check(raised=call)
+        self._check(raised=self.script.forgive(error))
 
-    def _crash(self, call: str, error: Exception) -> faults.AllocatorFault:
-        return self._fault(faults.Crashed, f"{call} raised {type(error).__name__}: {error}")
+    def _ask(self, method: str, *arguments: int) -> Any:
+        """What the allocator says of itself; no line of the sequence, unless it raises."""
+        try:
+            return getattr(self.allocator, method)(*arguments)
+        except Exception as error:
+            self.script.lines.append(f"a.{method}({', '.join(map(str, arguments))})")
+            raise self._crash(error) from error
+
+    def _crash(self, error: Exception) -> faults.AllocatorFault:
+        message = f"{self.script.call} raised {type(error).__name__}: {error}"
+        return self._fault(faults.Crashed, message)
 
     def _fault(
         self, kind: type[faults.AllocatorFault], message: str, proof: str = ""
     ) -> faults.AllocatorFault:
-        lines = [*self.lines, proof] if proof else self.lines
-        head = ["from contextlib import suppress"] if any("suppress(" in x for x in lines) else []
-        module, name = self.factory.__module__, _name_of(self.factory)
-        if (
-            module in ("builtins", "__main__")
-            or "<" in name
-            or not hasattr(self.factory, "__name__")
-        ):
-            head += ["a = factory()"]
-        else:
-            root = name.split(".")[0]
-            head += [f"from {module} import {root}", f"a = {name}()"]
-        self.fault = kind(message, "\n".join([*head, *lines]) + "\n")
+        self.fault = kind(message, self.script.source(proof))
         return self.fault
 
+    # -- what calls return ---------------------------------------------------------------------
+
     def _blocks(self, name: str) -> list[int]:
-        return [int(block) for block in self._variables[name]]
+        """What a claim shows: no more than one id too many, which cannot be all right."""
+        try:
+            return self.script.ids(name, self.num_blocks + 1)
+        except Exception as error:
+            claim, proof = self.script.value(name), f"[block.__index__() for block in {name}]"
+            if isinstance(claim, Iterator):
+                proof = f"assert iter({name}) is not {name}"
+            raise self._fault(
+                faults.UnknownBlock,
+                f"{name} is {shown_short(claim)}, no list of block ids: {error}",
+                proof,
+            ) from error
 
     def _pairs(self, name: str) -> list[tuple[int, int]]:
-        pairs = self._variables[name]
-        return [] if pairs is None else [(int(pair[0]), int(pair[1])) for pair in pairs]
+        try:
+            return self.script.pairs(name)
+        except Exception as error:
+            raise self._fault(
+                faults.BadMove,
+                f"{name} is {shown_short(self.script.value(name))}, no list of (source, "
+                f"destination): {error}",
+                f"assert all(isinstance(block, int) for pair in {name} for block in pair)",
+            ) from error
+
+    def _whole(self, value: Any, what: str, kind: type[faults.AllocatorFault]) -> int:
+        try:
+            return whole(value)
+        except TypeError as error:
+            raise self._fault(
+                kind,
+                f"{what} is {shown_short(value)}, no whole number",
+                f"assert isinstance({what}, int)",
+            ) from error
 
     def _stats(self) -> dict[str, int]:
+        """The counts that the kit knows."""
         if "stats" not in self.has:
             return {}
-        return {key: int(count) for key, count in self.allocator.stats().items()}
+        stats = self._ask("stats")
+        try:
+            known = {key: stats[key] for key in ("free", "used", "cached") if key in stats}
+        except Exception as error:
+            raise self._fault(
+                faults.WrongStatistics,
+                f"a.stats() is {shown_short(stats)}, no mapping",
+                "assert 'free' in a.stats()",
+            ) from error
+        return {
+            key: self._whole(count, f"a.stats()[{key!r}]", faults.WrongStatistics)
+            for key, count in known.items()
+        }
 
     def _add(self, claim: Claim) -> None:
         if claim.blocks or self.deals_in_sequences:
@@ -624,18 +646,14 @@ class Trial:
 
     def _write(self, block: int, value: int) -> None:
         if self.owns_memory:
-            self._run(f"a.write({block}, {value})")
+            self.script.run(f"a.write({block}, {value})")
         self.memory[block] = value
 
-    def _read(self, block: int) -> int | None:
+    def _read(self, block: int) -> Any:
         if self.owns_memory:
-            return int(self.allocator.read(block))
+            return self._ask("read", block)
         return self.memory.get(block)
 
     def _copy(self, source: int, destination: int) -> None:
         if not self.owns_memory and source in self.memory:
             self.memory[destination] = self.memory[source]
-
-
-def _name_of(factory: Callable[[], Any]) -> str:
-    return str(getattr(factory, "__qualname__", repr(factory)))
