@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import InvalidConfig
 from .faults import AllocatorFault
 from .machine import AllocatorMachine  # first: it says which extra is missing
+from .subject import Refuses, name_of
 from .trial import Trial
 
 # isort: split
@@ -29,8 +30,6 @@ __all__ = ["Report", "check_allocator", "find_factory", "fuzz"]
 
 BATCH = 100
 """Examples of one seed in :func:`fuzz`."""
-
-Refuses = tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,13 @@ class _Batch:
         for name, value in (("max_examples", max_examples), ("steps", steps)):
             if value < 1:
                 raise InvalidConfig(f"{name}: {value} given, allowed: 1 or more")
-        Trial(factory, refuses)  # one that is no allocator is told before Hypothesis wraps it
+        # What is no allocator is told before Hypothesis wraps it.
+        one, other = (Trial(factory, refuses).allocator for _ in range(2))
+        if one is other:
+            raise InvalidConfig(
+                f"{name_of(factory)} made the same {type(one).__name__} twice; each example needs "
+                "a new one"
+            )
         self.factory, self.refuses = factory, refuses
         self.seed, self.watch = seed, watch
         self.settings = hypothesis.settings(
@@ -203,12 +208,18 @@ class _Batch:
         self.examples = self.calls = 0
         self.fault: AllocatorFault | None = None
         """The last one that was raised."""
+        self.refused: InvalidConfig | None = None
+        """What the factory made was no allocator, later on."""
 
     def run(self) -> AllocatorFault | None:
         """The fault found, with the shortest sequence; None without one."""
 
         def machine() -> AllocatorMachine:
-            return _Counted(self)
+            try:
+                return _Counted(self)
+            except InvalidConfig as error:
+                self.refused = error
+                raise
 
         try:
             run_state_machine_as_test(
@@ -218,9 +229,9 @@ class _Batch:
         except AllocatorFault as fault:
             fault.__notes__ = []  # Hypothesis's own words for the same sequence
             return fault.with_traceback(None)
-        except Flaky:
+        except Flaky as flaky:
             if self.fault is None:
-                raise
+                raise self.refused or flaky from None
             self.fault.add_note("not on every run: the allocator does not always do the same")
             return self.fault.with_traceback(None)
         return None
