@@ -41,7 +41,7 @@ class Report:
         calls: lines in all of them.
         seconds: wall-clock time.
         seed: what to give to see the same again.
-        fault: the fault with the shortest sequence found for it; None without one.
+        fault: the fault, as a rule with the shortest sequence found for it; None without one.
     """
 
     examples: int
@@ -92,6 +92,7 @@ def fuzz(
     seed: int | None = None,
     steps: int = 40,
     refuses: Refuses | None = None,
+    shrink: bool = True,
     watch: Callable[[int, bool], None] = lambda examples, failed: None,
 ) -> Report:
     """Runs examples until the time is up, so many have run, or a fault is found.
@@ -100,7 +101,7 @@ def fuzz(
     same examples in the same order, with the same code and version of Hypothesis.
 
     Args:
-        factory, seed, steps, refuses: as for :func:`check_allocator`.
+        factory, seed, steps, refuses, shrink: as for :func:`check_allocator`.
         seconds: after this no further batch begins; None: no limit.
         max_examples: the same in examples, rounded up to whole batches; None: no limit.
         watch: called after each example with how many ran, and whether a fault has been found
@@ -121,7 +122,7 @@ def fuzz(
         def count(examples: int, failed: bool, before: int = before) -> None:
             watch(before + examples, failed)
 
-        batch = _Batch(factory, refuses, BATCH, steps, seed * 2**32 + number, count)
+        batch = _Batch(factory, refuses, BATCH, steps, seed * 2**32 + number, count, shrink=shrink)
         fault = batch.run()
         done, calls, number = done + batch.examples, calls + batch.calls, number + 1
         if seconds is not None and monotonic() - started >= seconds:
