@@ -1,7 +1,8 @@
 """The two ways in: :func:`check_allocator` for pytest, :func:`fuzz` for as long as you like.
 
 What lives here: how many examples, from which seed, and what becomes of the fault that they find.
-What never lives here: rules and checks (see :mod:`.machine` and :mod:`.trial`), and printing.
+What never lives here: rules and checks (see :mod:`.machine`, :mod:`.trial` and :mod:`.model`),
+and printing.
 """
 
 from __future__ import annotations

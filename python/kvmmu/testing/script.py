@@ -65,10 +65,7 @@ class Script:
             TypeError: the claim is no collection, or something in it is no whole number.
             whatever iterating over it raises.
         """
-        claim = self._variables[name]
-        if isinstance(claim, Iterator):
-            raise TypeError(f"a {type(claim).__name__} can be read only once")
-        return [index(block) for block in islice(claim, most)]
+        return [index(block) for block in islice(self._variables[name], most)]
 
     def pairs(self, name: str) -> list[tuple[int, int]]:
         """Copies (source, destination); None is none.

@@ -87,10 +87,12 @@ class Subject:
         if num_blocks < 1:
             raise InvalidConfig(f"whose num_blocks is {num_blocks}, allowed: 1 or more")
         null = getattr(allocator, "null_block", None)
+        if null is not None and not 0 <= (null := _whole(null, "null_block")) <= num_blocks:
+            raise InvalidConfig(f"whose null_block is {null}, allowed: 0 to {num_blocks}")
         return cls(
             allocator,
             num_blocks,
-            None if null is None else _whole(null, "null_block"),
+            null,
             bool(getattr(allocator, "trusts_caller", False)),
             bool(getattr(allocator, "copies_on_write", False)),
             _exceptions(refuses or getattr(allocator, "refuses", (MemoryError,))),
@@ -116,11 +118,10 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _exceptions(types: Any) -> Refuses:
-    """One exception type or several."""
-    listed = (types,) if isinstance(types, type) else tuple(types)
-    for found in listed:
-        if not (isinstance(found, type) and issubclass(found, Exception)):
-            raise InvalidConfig(
-                f"whose refuses has {reprlib.repr(found)}, allowed: exception types"
-            )
+    """One exception type or a tuple of them."""
+    listed: tuple[Any, ...] = types if isinstance(types, tuple) else (types,)
+    if not all(isinstance(found, type) and issubclass(found, Exception) for found in listed):
+        raise InvalidConfig(
+            f"whose refuses is {reprlib.repr(types)}, allowed: a tuple of exception types"
+        )
     return listed

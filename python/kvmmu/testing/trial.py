@@ -2,45 +2,15 @@
 
 What lives here: :class:`Trial`, whose methods each make one call, compare what came of it with
 the model, and raise a fault with all calls so far. What never lives here: chance (see
-:mod:`.machine`), whether it is an allocator at all (:mod:`.subject`), and how a call becomes a line
-of Python (:mod:`.script`).
-
-The model is short: which claims hold which blocks, and what each of their blocks contains. The rest
-follows. A block is held if a claim has it and free otherwise; its references are the claims that
-have it.
+:mod:`.machine`), and what can be checked without knowing the call (:mod:`.model`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from operator import index as whole
-from reprlib import repr as shown_short
-from typing import Any
-
 from . import faults
-from .script import Script
-from .subject import Refuses, Subject
+from .model import Claim, Model
 
 __all__ = ["Claim", "Trial"]
-
-FEW = 64
-"""Pools up to this size have every block looked at after each call, larger ones those held."""
-
-
-@dataclass
-class Claim:
-    """What one claim should be: its name in the lines, its blocks, and what each contains."""
-
-    name: str
-    blocks: list[int]
-    values: list[int]
-    prompt: int | None = None
-    """The prompt that all of its blocks belong to."""
-    written: bool = True
-    """False between ``claim_prompt`` and ``publish``."""
 
 
 def _part(claim: Claim, start: int, stop: int) -> str:
@@ -50,7 +20,7 @@ def _part(claim: Claim, start: int, stop: int) -> str:
     return f"{claim.name}[{start or ''}:{stop if stop < len(claim.blocks) else ''}]"
 
 
-class Trial:
+class Trial(Model):
     """An allocator under test.
 
     Args:
@@ -61,39 +31,6 @@ class Trial:
     Raises:
         InvalidConfig: the factory raised, or made no :class:`~.protocol.Allocator`.
     """
-
-    def __init__(self, factory: Callable[[], Any], refuses: Refuses | None = None) -> None:
-        self.subject = subject = Subject.made_by(factory, refuses)
-        self.allocator = subject.allocator
-        self.num_blocks = subject.num_blocks
-        self.has = subject.has
-        self.deals_in_sequences = bool(self.has & {"fork", "append", "truncate"})
-        self.owns_memory = {"read", "write"} <= self.has
-        self.script = Script(factory, subject.allocator)
-
-        self.claims: list[Claim] = []
-        self.gone: list[tuple[str, list[int]]] = []
-        """Expressions of what was released, and its ids then."""
-        self.cached: int | None = None
-        """Cached blocks after the last call, if the allocator says."""
-        self.prompts: dict[int, int] = {}
-        """The most blocks that each prompt has asked for."""
-        self.memory: dict[int, int] = {}
-        self.fault: faults.AllocatorFault | None = None
-        self._names = (f"x{number}" for number in itertools.count())
-        self._values = itertools.count(1)
-
-    # -- the model -----------------------------------------------------------------------------
-
-    @property
-    def held(self) -> Counter[int]:
-        """References of each block that somebody holds."""
-        return Counter(block for claim in self.claims for block in claim.blocks)
-
-    @property
-    def free(self) -> int:
-        """Blocks that nobody holds."""
-        return self.num_blocks - len(self.held)
 
     # -- calls that claim ----------------------------------------------------------------------
 
@@ -201,46 +138,6 @@ class Trial:
             return False
         return True
 
-    def _check_new(self, name: str, blocks: list[int], n: int, shown: str = "") -> None:
-        """These blocks were just handed out: each must be one that nobody holds."""
-        held, shown = self.held, shown or name
-        seen: set[int] = set()
-        for block in blocks:
-            self._check_id(name, block)
-            if block in seen:
-                raise self._fault(
-                    faults.DoubleHandOut,
-                    f"block {block} was handed out twice in one call",
-                    f"assert len({{*{shown}}}) == {len(blocks)}",
-                )
-            if block in held:
-                holder = next(claim for claim in self.claims if block in claim.blocks)
-                raise self._fault(
-                    faults.DoubleHandOut,
-                    f"block {block} was handed out to {name} while {holder.name} holds it",
-                    f"assert not {{*{holder.name}}} & {{*{shown}}}"
-                    if holder.name != name
-                    else f"assert len({{*{name}}}) == len([*{name}])",
-                )
-            seen.add(block)
-        if len(blocks) != n:
-            over = n > self.free
-            raise self._fault(
-                faults.Overcommitted if over else faults.WrongCount,
-                f"{n} blocks were asked for and {len(blocks)} given to {name}"
-                + (f"; {self.free} were free, so the call had to be refused" if over else ""),
-                f"assert len([*{shown}]) == {n}",
-            )
-
-    def _check_id(self, name: str, block: int) -> None:
-        if not self.subject.is_block(block):
-            of = "the null block" if block == self.subject.null_block else "no block of this pool"
-            raise self._fault(
-                faults.UnknownBlock,
-                f"{name} was given block {block}, which is {of}",
-                f"assert {block} not in {name}",
-            )
-
     # -- calls that share and release ----------------------------------------------------------
 
     def release(self, index: int, start: int = 0, stop: int | None = None) -> None:
@@ -258,7 +155,7 @@ class Trial:
             kept = f"{claim.name}[{stop}:]"
             if start:
                 kept = f"[*{claim.name}[:{start}], *{kept}]"
-            self.script.run(f"{claim.name} = {kept}")
+            self._must(f"{claim.name} = {kept}")
             del claim.blocks[start:stop], claim.values[start:stop]
             claim.prompt = None
         self._check()
@@ -286,7 +183,7 @@ class Trial:
             stop = len(claim.blocks) if stop is None else stop
             what = _part(claim, start, stop)
             self._must(f"a.retain({what})")
-            self.script.run(f"{name} = {what}")
+            self._must(f"{name} = {what}")
         part = slice(start, stop)
         self._add(Claim(name, claim.blocks[part], claim.values[part]))
         self._check()
@@ -325,7 +222,7 @@ class Trial:
         if not self.deals_in_sequences:
             for claim in self.claims:
                 if new.keys() & set(self._blocks(claim.name)):
-                    self.script.run(f"{claim.name} = {claim.blocks}")
+                    self._must(f"{claim.name} = {claim.blocks}")
         self._check()
 
     def publish(self, index: int) -> None:
@@ -380,7 +277,7 @@ class Trial:
         block = claim.blocks[0]
         if not self._may(f"a.release([{block}, {block}])"):
             return
-        self.script.run(f"{claim.name} = {claim.name}[1:]")
+        self._must(f"{claim.name} = {claim.name}[1:]")
         del claim.blocks[0], claim.values[0]
         claim.prompt = None
         self.claims = [claim for claim in self.claims if claim.blocks]
@@ -432,90 +329,6 @@ class Trial:
         self.claim(self.free)
         self.claim(1)
 
-    # -- checks after every call ---------------------------------------------------------------
-
-    def _check(self, raised: str = "") -> None:
-        """Compares all that can be seen. ``raised``: the call that has just failed, which must have
-        changed nothing."""
-        self._check_claims(raised)
-        self._check_stats(raised)
-        held = self.held
-        if "references" in self.has:
-            few = self.num_blocks <= FEW
-            for block in self.subject.all_blocks() if few else held:
-                count = self._whole(
-                    self._ask("references", block),
-                    f"a.references({block})",
-                    faults.WrongReferences,
-                )
-                if count != held[block]:
-                    raise self._mismatch(
-                        raised,
-                        faults.WrongReferences,
-                        f"block {block} has {count} references, {held[block]} claims hold it",
-                        f"assert a.references({block}) == {held[block]}",
-                    )
-        for claim in self.claims:
-            for i, block in enumerate(claim.blocks):
-                if self._read(block) != claim.values[i]:
-                    raise self._mismatch(
-                        raised,
-                        faults.LostContents,
-                        f"block {block}, number {i} of {claim.name}, holds something else now",
-                        f"assert a.read({block}) == {claim.values[i]}",
-                    )
-        if "validate" in self.has:
-            try:
-                self.allocator.validate()
-            except Exception as error:
-                raise self._mismatch(
-                    raised, faults.Invalid, f"validate: {error}", "a.validate()"
-                ) from error
-
-    def _check_claims(self, raised: str) -> None:
-        """What claims show is what the model has: a list of ids is its caller's, and stays."""
-        for claim in self.claims:
-            shown = self._blocks(claim.name)
-            if shown != claim.blocks:
-                raise self._mismatch(
-                    raised,
-                    faults.LostMapping,
-                    f"{claim.name} shows the blocks {shown}, expected {claim.blocks}",
-                    f"assert [*{claim.name}] == {claim.blocks}",
-                )
-
-    def _check_stats(self, raised: str) -> None:
-        stats = self._stats()
-        free, used = self.free, len(self.held)
-        for key, right in (("free", free), ("used", used)):
-            if stats.get(key, right) == right:
-                continue
-            if not raised:
-                self._probe()
-            raise self._mismatch(
-                raised,
-                faults.WrongStatistics,
-                f"stats() says {stats[key]} {key}, expected {right}",
-                f"assert a.stats()[{key!r}] == {right}",
-            )
-        cached = stats.get("cached", 0)
-        if not 0 <= cached <= free:
-            raise self._mismatch(
-                raised,
-                faults.WrongStatistics,
-                f"stats() says {cached} cached, and {free} blocks are free",
-                f"assert 0 <= a.stats()['cached'] <= {free}",
-            )
-        if "cached" in stats:
-            if raised and self.cached is not None and cached != self.cached:
-                raise self._mismatch(
-                    raised,
-                    faults.WrongStatistics,
-                    f"{self.cached} blocks were cached before, {cached} are now",
-                    f"assert a.stats()['cached'] == {self.cached}",
-                )
-            self.cached = cached
-
     def _probe(self) -> None:
         """A count is off: is a block lost, or free while somebody holds it? Raises that, if so."""
         lines, claims, has = len(self.script.lines), list(self.claims), self.has
@@ -524,21 +337,7 @@ class Trial:
         self.has, self.claims = has, claims
         del self.script.lines[lines:]
 
-    def _mismatch(
-        self, raised: str, kind: type[faults.AllocatorFault], message: str, proof: str
-    ) -> faults.AllocatorFault:
-        if raised:
-            kind, message = faults.ChangedByFailure, f"{raised} failed, and yet: {message}"
-        return self._fault(kind, message, proof)
-
-    # -- lines ---------------------------------------------------------------------------------
-
-    def _must(self, line: str) -> None:
-        """Runs a call that has no reason to fail."""
-        try:
-            self.script.run(line)
-        except Exception as error:
-            raise self._crash(error) from error
+    # -- how a call may end --------------------------------------------------------------------
 
     def _may(self, call: str) -> bool:
         """Runs a call that may raise whatever it likes, and then must have changed nothing: whether
@@ -554,106 +353,6 @@ class Trial:
         """The last line raised, as it may or must: nothing may have changed."""
         self._check(raised=self.script.forgive(error))
 
-    def _ask(self, method: str, *arguments: int) -> Any:
-        """What the allocator says of itself; no line of the sequence, unless it raises."""
-        try:
-            return getattr(self.allocator, method)(*arguments)
-        except Exception as error:
-            self.script.lines.append(f"a.{method}({', '.join(map(str, arguments))})")
-            raise self._crash(error) from error
-
-    def _crash(self, error: Exception) -> faults.AllocatorFault:
-        message = f"{self.script.call} raised {type(error).__name__}: {error}"
-        return self._fault(faults.Crashed, message)
-
-    def _fault(
-        self, kind: type[faults.AllocatorFault], message: str, proof: str = ""
-    ) -> faults.AllocatorFault:
-        self.fault = kind(message, self.script.source(proof))
-        return self.fault
-
-    # -- what calls return ---------------------------------------------------------------------
-
-    def _blocks(self, name: str) -> list[int]:
-        """What a claim shows: no more than one id too many, which cannot be all right."""
-        try:
-            return self.script.ids(name, self.num_blocks + 1)
-        except Exception as error:
-            claim, proof = self.script.value(name), f"[block.__index__() for block in {name}]"
-            if isinstance(claim, Iterator):
-                proof = f"assert iter({name}) is not {name}"
-            raise self._fault(
-                faults.UnknownBlock,
-                f"{name} is {shown_short(claim)}, no list of block ids: {error}",
-                proof,
-            ) from error
-
-    def _pairs(self, name: str) -> list[tuple[int, int]]:
-        try:
-            return self.script.pairs(name)
-        except Exception as error:
-            raise self._fault(
-                faults.BadMove,
-                f"{name} is {shown_short(self.script.value(name))}, no list of (source, "
-                f"destination): {error}",
-                f"assert all(isinstance(block, int) for pair in {name} for block in pair)",
-            ) from error
-
-    def _whole(self, value: Any, what: str, kind: type[faults.AllocatorFault]) -> int:
-        try:
-            return whole(value)
-        except TypeError as error:
-            raise self._fault(
-                kind,
-                f"{what} is {shown_short(value)}, no whole number",
-                f"assert isinstance({what}, int)",
-            ) from error
-
-    def _stats(self) -> dict[str, int]:
-        """The counts that the kit knows."""
-        if "stats" not in self.has:
-            return {}
-        stats = self._ask("stats")
-        try:
-            known = {key: stats[key] for key in ("free", "used", "cached") if key in stats}
-        except Exception as error:
-            raise self._fault(
-                faults.WrongStatistics,
-                f"a.stats() is {shown_short(stats)}, no mapping",
-                "assert 'free' in a.stats()",
-            ) from error
-        return {
-            key: self._whole(count, f"a.stats()[{key!r}]", faults.WrongStatistics)
-            for key, count in known.items()
-        }
-
     def _add(self, claim: Claim) -> None:
         if claim.blocks or self.deals_in_sequences:
             self.claims.append(claim)
-
-    # -- contents ------------------------------------------------------------------------------
-
-    @staticmethod
-    def _prompt_value(prompt: int, i: int) -> int:
-        return (prompt + 1) * 10**12 + i
-
-    def _write_fresh(self, blocks: Iterable[int]) -> list[int]:
-        """Writes something into each block that no other block holds."""
-        values = [next(self._values) for _ in blocks]
-        for block, value in zip(blocks, values, strict=True):
-            self._write(block, value)
-        return values
-
-    def _write(self, block: int, value: int) -> None:
-        if self.owns_memory:
-            self.script.run(f"a.write({block}, {value})")
-        self.memory[block] = value
-
-    def _read(self, block: int) -> Any:
-        if self.owns_memory:
-            return self._ask("read", block)
-        return self.memory.get(block)
-
-    def _copy(self, source: int, destination: int) -> None:
-        if not self.owns_memory and source in self.memory:
-            self.memory[destination] = self.memory[source]
