@@ -104,9 +104,15 @@ def _adapted(pool: type[BlockPool], *, sparse: bool = False) -> Callable[[], VLL
 
 
 BLIND_POOLS: dict[str, tuple[Callable[[], VLLMBlockPool], str]] = {
-    "LeavesTheTailInTheQueue": (_adapted(LeavesTheTailInTheQueue), "free while held"),
-    "FreesOnceForEachMention": (_adapted(FreesOnceForEachMention), "free twice"),
-    "EvictsBeforeItRefuses": (_adapted(EvictsBeforeItRefuses), "a refusal changes something"),
-    "PairsHashesPastAGap": (_adapted(PairsHashesPastAGap, sparse=True), "a stale hit"),
-    "RemembersHits": (_adapted(RemembersHits), "a stale hit"),
+    "LeavesTheTailInTheQueue": (
+        _adapted(LeavesTheTailInTheQueue),
+        "a held block stays in the free queue",
+    ),
+    "FreesOnceForEachMention": (
+        _adapted(FreesOnceForEachMention),
+        "a block is in the free queue twice",
+    ),
+    "EvictsBeforeItRefuses": (_adapted(EvictsBeforeItRefuses), "a refused claim empties the cache"),
+    "PairsHashesPastAGap": (_adapted(PairsHashesPastAGap, sparse=True), "a hash of another place"),
+    "RemembersHits": (_adapted(RemembersHits), "a hit that was evicted"),
 }
