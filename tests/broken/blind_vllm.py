@@ -104,15 +104,12 @@ def _adapted(pool: type[BlockPool], *, sparse: bool = False) -> Callable[[], VLL
 
 
 BLIND_POOLS: dict[str, tuple[Callable[[], VLLMBlockPool], str]] = {
-    "LeavesTheTailInTheQueue": (
-        _adapted(LeavesTheTailInTheQueue),
-        "a held block stays in the free queue",
-    ),
-    "FreesOnceForEachMention": (
-        _adapted(FreesOnceForEachMention),
-        "a block is in the free queue twice",
-    ),
-    "EvictsBeforeItRefuses": (_adapted(EvictsBeforeItRefuses), "a refused claim empties the cache"),
-    "PairsHashesPastAGap": (_adapted(PairsHashesPastAGap, sparse=True), "a hash of another place"),
-    "RemembersHits": (_adapted(RemembersHits), "a hit that was evicted"),
+    pool.__name__: (_adapted(pool, sparse=pool is PairsHashesPastAGap), kind)
+    for pool, kind in (
+        (LeavesTheTailInTheQueue, "a held block stays in the free queue"),
+        (FreesOnceForEachMention, "a block is in the free queue twice"),
+        (EvictsBeforeItRefuses, "a refused claim empties the cache"),
+        (PairsHashesPastAGap, "a hash of another place"),
+        (RemembersHits, "a hit that was evicted"),
+    )
 }
