@@ -2,22 +2,27 @@
 
 ``KVMMU_TEST_PROFILE``   quick, default or deep: cases of each Hypothesis test
 ``KVMMU_REQUIRE_ALL=1``  a test that would be skipped fails, unless it needs a GPU or the traces,
-                         which no package brings
+                         or vLLM, which no package of the project brings
 ``KVMMU_TRACES``         folder of the published traces; tests that read them take ``traces``
+``KVMMU_VLLM``           folder of vLLM's source where only what it imports is installed;
+                         tests of its BlockPool take ``vllm``
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kvmmu import InvalidConfig
+from kvmmu.testing.adapters import vllm_block_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRE_ALL = os.environ.get("KVMMU_REQUIRE_ALL", "") not in ("", "0")
-MAY_BE_SKIPPED = ("gpu", "needs_traces")
+MAY_BE_SKIPPED = ("gpu", "needs_traces", "needs_vllm")
 
 for name, examples, steps in (("quick", 20, 30), ("default", 100, 50), ("deep", 5000, 100)):
     settings.register_profile(
@@ -45,8 +50,21 @@ def traces() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def vllm() -> None:
+    """vLLM's BlockPool can be imported, or the test is skipped and says why not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vLLM's own
+            vllm_block_pool(path=os.environ.get("KVMMU_VLLM"))
+    except InvalidConfig as error:
+        pytest.skip(f"{error}; KVMMU_VLLM can name a folder of vLLM's source")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if "vllm" in getattr(item, "fixturenames", ()):
+            item.add_marker("needs_vllm")
         if "traces" in getattr(item, "fixturenames", ()):
             item.add_marker("needs_traces")
         if item.get_closest_marker("needs_traces") and traces_folder() is None:

@@ -29,8 +29,13 @@ __all__ = [
     "PoolBlocks",
     "VLLMBlockPool",
     "vllm_block_pool",
+    "vllm_block_pool_sparse",
     "vllm_block_pool_untrusting",
 ]
+
+
+SPARSE_TAIL = 4
+"""Places at the end of a sparse table that are cached."""
 
 
 class FreeList:
@@ -219,15 +224,20 @@ class VLLMBlockPool:
 
     It trusts its callers: it does not look whether a block that is freed is held. With
     ``trusts_caller=False`` the kit shows what comes of that.
+
+    With ``sparse=True`` it is called as for groups of layers that do not read every block (Mamba,
+    sliding windows): a null block stands before each block in the table of a prompt, and of each
+    table only the end is cached, which is said by a mask.
     """
 
     refuses = (ValueError,)
     null_block = 0
 
-    def __init__(self, pool: Any, *, trusts_caller: bool = True) -> None:
+    def __init__(self, pool: Any, *, trusts_caller: bool = True, sparse: bool = False) -> None:
         self.pool = pool
         self.num_blocks = pool.num_gpu_blocks - 1
         self.trusts_caller = trusts_caller
+        self.sparse = sparse
 
     def claim(self, n: int) -> list[int]:
         return _ids(self.pool.get_new_blocks(n))
@@ -240,7 +250,7 @@ class VLLMBlockPool:
 
     def claim_prompt(self, prompt: int, n: int) -> tuple[list[int], int]:
         found: list[Any] = []
-        for key in _hashes(prompt, n):
+        for key in self._hashes(prompt, n):
             hit = self.pool.get_cached_block(key, [0])
             if hit is None:
                 break
@@ -254,13 +264,20 @@ class VLLMBlockPool:
     def publish(self, blocks: Sequence[int], prompt: int) -> None:
         mine = self._blocks(blocks)
         found = next((i for i, block in enumerate(mine) if block.block_hash is None), len(mine))
+        table, keys, mask = mine, self._hashes(prompt, len(mine)), None
+        if self.sparse:
+            table = [block for own in mine for block in (self.pool.null_block, own)]
+            keys = _hashes(prompt, len(table))
+            found *= 2
+            mask = [i >= len(table) - SPARSE_TAIL for i in range(found, len(table))]
         self.pool.cache_full_blocks(
-            SimpleNamespace(block_hashes=_hashes(prompt, len(mine))),
-            mine,
+            SimpleNamespace(block_hashes=keys),
+            table,
             num_cached_blocks=found,
-            num_full_blocks=len(mine),
+            num_full_blocks=len(table),
             block_size=self.pool.hash_block_size,
             kv_cache_group_id=0,
+            block_mask=mask,
         )
 
     def evict(self, n: int) -> int:
@@ -274,6 +291,10 @@ class VLLMBlockPool:
     def references(self, block: int) -> int:
         return int(self.pool.blocks[block].ref_cnt)
 
+    def _hashes(self, prompt: int, n: int) -> list[bytes]:
+        """Of the places in a prompt's table that have a block."""
+        return _hashes(prompt, 2 * n)[1::2] if self.sparse else _hashes(prompt, n)
+
     def _blocks(self, blocks: Sequence[int]) -> list[Any]:
         """vLLM's callers have the objects: of what is no block there is none."""
         if any(not 0 < block <= self.num_blocks for block in blocks):
@@ -285,14 +306,18 @@ class VLLMBlockPool:
 
 
 def vllm_block_pool(
-    num_blocks: int = 8, *, path: str | Path | None = None, trusts_caller: bool = True
+    num_blocks: int = 8,
+    *,
+    path: str | Path | None = None,
+    trusts_caller: bool = True,
+    sparse: bool = False,
 ) -> VLLMBlockPool:
     """A new BlockPool with prefix caching.
 
     Args:
         num_blocks: usable blocks; vLLM keeps one more as its null block.
         path: folder of vLLM's source, if it is not installed.
-        trusts_caller: see :class:`VLLMBlockPool`.
+        trusts_caller, sparse: see :class:`VLLMBlockPool`.
 
     Raises:
         InvalidConfig: vLLM, or something that it needs, cannot be imported.
@@ -304,12 +329,17 @@ def vllm_block_pool(
     except ImportError as error:
         raise InvalidConfig(f"vLLM's BlockPool cannot be imported: {error}") from error
     pool = BlockPool(num_gpu_blocks=num_blocks + 1, enable_caching=True, hash_block_size=16)
-    return VLLMBlockPool(pool, trusts_caller=trusts_caller)
+    return VLLMBlockPool(pool, trusts_caller=trusts_caller, sparse=sparse)
 
 
 def vllm_block_pool_untrusting() -> VLLMBlockPool:
     """The same, and the kit frees blocks twice as well."""
     return vllm_block_pool(trusts_caller=False)
+
+
+def vllm_block_pool_sparse() -> VLLMBlockPool:
+    """The same, for layers that do not read every block."""
+    return vllm_block_pool(sparse=True)
 
 
 def _ids(blocks: Sequence[Any]) -> list[int]:

@@ -1,7 +1,8 @@
 """The two ways in: :func:`check_allocator` for pytest, :func:`fuzz` for as long as you like.
 
 What lives here: how many examples, from which seed, and what becomes of the fault that they find.
-What never lives here: rules and checks (see :mod:`.machine` and :mod:`.trial`), and printing.
+What never lives here: rules and checks (see :mod:`.machine`, :mod:`.trial` and :mod:`.model`),
+and printing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from ..errors import InvalidConfig
 from .faults import AllocatorFault
 from .machine import AllocatorMachine  # first: it says which extra is missing
+from .subject import Refuses, name_of
 from .trial import Trial
 
 # isort: split
@@ -30,8 +32,6 @@ __all__ = ["Report", "check_allocator", "find_factory", "fuzz"]
 BATCH = 100
 """Examples of one seed in :func:`fuzz`."""
 
-Refuses = tuple[type[Exception], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -42,7 +42,7 @@ class Report:
         calls: lines in all of them.
         seconds: wall-clock time.
         seed: what to give to see the same again.
-        fault: the fault with the shortest sequence found for it; None without one.
+        fault: the fault, as a rule with the shortest sequence found for it; None without one.
     """
 
     examples: int
@@ -93,6 +93,7 @@ def fuzz(
     seed: int | None = None,
     steps: int = 40,
     refuses: Refuses | None = None,
+    shrink: bool = True,
     watch: Callable[[int, bool], None] = lambda examples, failed: None,
 ) -> Report:
     """Runs examples until the time is up, so many have run, or a fault is found.
@@ -101,7 +102,7 @@ def fuzz(
     same examples in the same order, with the same code and version of Hypothesis.
 
     Args:
-        factory, seed, steps, refuses: as for :func:`check_allocator`.
+        factory, seed, steps, refuses, shrink: as for :func:`check_allocator`.
         seconds: after this no further batch begins; None: no limit.
         max_examples: the same in examples, rounded up to whole batches; None: no limit.
         watch: called after each example with how many ran, and whether a fault has been found
@@ -122,7 +123,7 @@ def fuzz(
         def count(examples: int, failed: bool, before: int = before) -> None:
             watch(before + examples, failed)
 
-        batch = _Batch(factory, refuses, BATCH, steps, seed * 2**32 + number, count)
+        batch = _Batch(factory, refuses, BATCH, steps, seed * 2**32 + number, count, shrink=shrink)
         fault = batch.run()
         done, calls, number = done + batch.examples, calls + batch.calls, number + 1
         if seconds is not None and monotonic() - started >= seconds:
@@ -186,7 +187,13 @@ class _Batch:
         for name, value in (("max_examples", max_examples), ("steps", steps)):
             if value < 1:
                 raise InvalidConfig(f"{name}: {value} given, allowed: 1 or more")
-        Trial(factory, refuses)  # one that is no allocator is told before Hypothesis wraps it
+        # What is no allocator is told before Hypothesis wraps it.
+        one, other = (Trial(factory, refuses).allocator for _ in range(2))
+        if one is other:
+            raise InvalidConfig(
+                f"{name_of(factory)} made the same {type(one).__name__} twice; each example needs "
+                "a new one"
+            )
         self.factory, self.refuses = factory, refuses
         self.seed, self.watch = seed, watch
         self.settings = hypothesis.settings(
@@ -203,12 +210,18 @@ class _Batch:
         self.examples = self.calls = 0
         self.fault: AllocatorFault | None = None
         """The last one that was raised."""
+        self.refused: InvalidConfig | None = None
+        """What the factory made was no allocator, later on."""
 
     def run(self) -> AllocatorFault | None:
         """The fault found, with the shortest sequence; None without one."""
 
         def machine() -> AllocatorMachine:
-            return _Counted(self)
+            try:
+                return _Counted(self)
+            except InvalidConfig as error:
+                self.refused = error
+                raise
 
         try:
             run_state_machine_as_test(
@@ -218,9 +231,9 @@ class _Batch:
         except AllocatorFault as fault:
             fault.__notes__ = []  # Hypothesis's own words for the same sequence
             return fault.with_traceback(None)
-        except Flaky:
+        except Flaky as flaky:
             if self.fault is None:
-                raise
+                raise self.refused or flaky from None
             self.fault.add_note("not on every run: the allocator does not always do the same")
             return self.fault.with_traceback(None)
         return None
@@ -240,6 +253,6 @@ class _Counted(AllocatorMachine):
         finally:
             if batch.fault is None:  # afterwards the same fault is only being shortened
                 batch.examples += 1
-                batch.calls += len(trial.lines)
+                batch.calls += len(trial.script.lines)
             batch.fault = trial.fault or batch.fault
         batch.watch(batch.examples, batch.fault is not None)

@@ -1,7 +1,7 @@
 """Every kind of fault that the kit reports.
 
 What lives here: the classes, each an ``AssertionError`` that carries the calls which show it. What
-never lives here: the checks (see :mod:`.trial`).
+never lives here: the checks (see :mod:`.model` and :mod:`.trial`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DoubleHandOut(AllocatorFault):
 
 
 class UnknownBlock(AllocatorFault):
-    """What was handed out is no block of this pool."""
+    """What was handed out is no block of this pool, or no list of blocks at all."""
 
 
 class WrongCount(AllocatorFault):
@@ -92,7 +92,8 @@ class WrongReferences(AllocatorFault):
 
 
 class LostMapping(AllocatorFault):
-    """A sequence shows other blocks than it should."""
+    """A claim shows other blocks than it should: the table of a sequence, or a list of ids that is
+    its caller's and was changed."""
 
 
 class LostContents(AllocatorFault):

@@ -181,7 +181,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     # -- what must be refused ------------------------------------------------------------------
 
-    @when(lambda trial: not trial.trusts_caller)
+    @when(lambda trial: not trial.subject.trusts_caller)
     @rule(how=st.integers(0, 3), which=any_index, near=st.integers(-2, 1))
     def misuse(self, how: int, which: int, near: int) -> None:
         """What is not held is released, shared or extended."""
@@ -190,7 +190,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         if how == 0 and gone is not None:
             trial.release_again(gone)
         elif how == 1 and by_id:
-            block = near if near < 0 else trial.num_blocks + (trial.null_block is not None) + near
+            block = (
+                near
+                if near < 0
+                else trial.num_blocks + (trial.subject.null_block is not None) + near
+            )
             trial.release_foreign(block, self._choose(which) if which % 2 else None)
         elif how == 2 and by_id:
             held = trial.held

@@ -2,12 +2,13 @@
 
 What lives here: the protocols, which say what each call means. What never lives here: code.
 Only :class:`Allocator` is needed. Every other method or attribute is found by its name, one by
-one, and is then used and checked; whoever has none of a class leaves the whole class out.
+one, and is then used and checked (None counts as missing); whoever has none of a class leaves the
+whole class out.
 
 A **claim** is what ``claim`` returned: the ids of the blocks, in order, in one of two forms.
 
-* *ids*: a list, tuple or array that the caller owns. Any of its blocks can be released, alone or
-  together with blocks of other claims.
+* *ids*: a list, tuple or array that the caller owns, and that the allocator does not change. Any
+  of its blocks can be released, alone or together with blocks of other claims.
 * a *sequence*: an object of the allocator that shows its present blocks when it is iterated over.
   It is handed back whole, and the allocator may change what it shows when it moves blocks. An
   allocator that has one of the methods of :class:`SupportsSequences` deals in sequences.
@@ -55,7 +56,9 @@ class Allocator(Protocol):
         only in the ``cached`` of ``stats``."""
 
     def release(self, blocks: Any, /) -> None:
-        """Takes one reference from each block. The last reference gone, the block is free."""
+        """Takes one reference from each block. The last reference gone, the block is free. Where
+        two claims of ids share a block and are released in one call, it is listed twice: that may
+        be refused, by any exception, as long as nothing changes."""
 
 
 class SupportsRetain(Protocol):

@@ -2,48 +2,15 @@
 
 What lives here: :class:`Trial`, whose methods each make one call, compare what came of it with
 the model, and raise a fault with all calls so far. What never lives here: chance (see
-:mod:`.machine`). Each call is a line of Python, and the lines that a fault shows are those that
-ran.
-
-The model is short: which claims hold which blocks, and what each of their blocks contains. The rest
-follows. A block is held if a claim has it and free otherwise; its references are the claims that
-have it.
+:mod:`.machine`), and what can be checked without knowing the call (:mod:`.model`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType
-from typing import Any
-
-from ..errors import InvalidConfig
 from . import faults
+from .model import Claim, Model
 
 __all__ = ["Claim", "Trial"]
-
-OPTIONAL = (
-    "retain", "fork", "append", "truncate", "compact", "claim_prompt", "publish", "evict",
-    "stats", "references", "validate", "write", "read",
-)  # fmt: skip
-FEW = 64
-"""Pools up to this size have every block looked at after each call, larger ones those held."""
-
-
-@dataclass
-class Claim:
-    """What one claim should be: its name in the lines, its blocks, and what each contains."""
-
-    name: str
-    blocks: list[int]
-    values: list[int]
-    prompt: int | None = None
-    """The prompt that all of its blocks belong to."""
-    written: bool = True
-    """False between ``claim_prompt`` and ``publish``."""
 
 
 def _part(claim: Claim, start: int, stop: int) -> str:
@@ -53,12 +20,7 @@ def _part(claim: Claim, start: int, stop: int) -> str:
     return f"{claim.name}[{start or ''}:{stop if stop < len(claim.blocks) else ''}]"
 
 
-@lru_cache(maxsize=4096)
-def _compiled(line: str) -> CodeType:
-    return compile(line, "<sequence>", "exec")
-
-
-class Trial:
+class Trial(Model):
     """An allocator under test.
 
     Args:
@@ -69,68 +31,6 @@ class Trial:
     Raises:
         InvalidConfig: the factory raised, or made no :class:`~.protocol.Allocator`.
     """
-
-    def __init__(
-        self, factory: Callable[[], Any], refuses: tuple[type[Exception], ...] | None = None
-    ) -> None:
-        self.factory = factory
-        try:
-            self.allocator = allocator = factory()
-        except InvalidConfig:
-            raise
-        except Exception as error:
-            raise InvalidConfig(
-                f"{_name_of(factory)}() raised {type(error).__name__}: {error}; a factory takes "
-                "nothing and makes an allocator"
-            ) from error
-        missing = [n for n in ("num_blocks", "claim", "release") if not hasattr(allocator, n)]
-        if missing:
-            raise InvalidConfig(
-                f"{_name_of(factory)} made a {type(allocator).__name__}, which lacks "
-                f"{', '.join(missing)}; an allocator has num_blocks, claim and release"
-            )
-        self.num_blocks = int(allocator.num_blocks)
-        null = getattr(allocator, "null_block", None)
-        self.null_block = None if null is None else int(null)
-        self.trusts_caller = bool(getattr(allocator, "trusts_caller", False))
-        self.copies_on_write = bool(getattr(allocator, "copies_on_write", False))
-        self.refuses = refuses or tuple(getattr(allocator, "refuses", (MemoryError,)))
-        self.has = {name for name in OPTIONAL if hasattr(allocator, name)}
-        self.deals_in_sequences = bool(self.has & {"fork", "append", "truncate"})
-        self.owns_memory = {"read", "write"} <= self.has
-
-        self.claims: list[Claim] = []
-        self.gone: list[tuple[str, list[int]]] = []
-        """Expressions of what was released, and its ids then."""
-        self.cached: int | None = None
-        """Cached blocks after the last call, if the allocator says."""
-        self.memory: dict[int, int] = {}
-        self.lines: list[str] = []
-        self.fault: faults.AllocatorFault | None = None
-        self._variables: dict[str, Any] = {"a": allocator}
-        self._names = (f"x{number}" for number in itertools.count())
-        self._values = itertools.count(1)
-
-    # -- the model -----------------------------------------------------------------------------
-
-    @property
-    def held(self) -> Counter[int]:
-        """References of each block that somebody holds."""
-        return Counter(block for claim in self.claims for block in claim.blocks)
-
-    @property
-    def free(self) -> int:
-        """Blocks that nobody holds."""
-        return self.num_blocks - len(self.held)
-
-    def is_block(self, block: int) -> bool:
-        """Whether this id may be handed out."""
-        last = self.num_blocks - (self.null_block is None)
-        return 0 <= block <= last and block != self.null_block
-
-    def all_blocks(self) -> Iterator[int]:
-        """Every id that may be handed out."""
-        return filter(self.is_block, range(self.num_blocks + 1))
 
     # -- calls that claim ----------------------------------------------------------------------
 
@@ -146,10 +46,12 @@ class Trial:
     def claim_prompt(self, prompt: int, n: int) -> None:
         """Asks for the first blocks of a prompt; whatever is found cached must be what it says."""
         name = next(self._names)
+        self.prompts[prompt] = max(n, self.prompts.get(prompt, 0))
         # It costs n at most: what is found cached and is held costs nothing.
         if not self._claims_blocks(f"{name}, hits = a.claim_prompt({prompt}, {n})", n):
             return
-        blocks, hits = self._blocks(name), int(self._variables["hits"])
+        blocks = self._blocks(name)
+        hits = self._whole(self.script.value("hits"), "hits", faults.WrongCount)
         if len(blocks) != n or not 0 <= hits <= n:
             raise self._fault(
                 faults.WrongCount,
@@ -181,7 +83,7 @@ class Trial:
         claim = self.claims[index]
         last = claim.blocks[-1] if claim.blocks else None
         shared = last is not None and self.held[last] > 1
-        cost = n + (shared and self.copies_on_write)
+        cost = n + (shared and self.subject.copies_on_write)
         if not self._claims_blocks(f"copies = a.append({claim.name}, {n})", cost):
             return
         copies = self._pairs("copies")
@@ -205,7 +107,7 @@ class Trial:
         self._check_new(claim.name, handed_out, n + len(copies), shown)
         for source, destination in copies:
             self._copy(source, destination)
-        if self.copies_on_write and last is not None:
+        if self.subject.copies_on_write and last is not None:
             if shared and not copies:
                 other = next(c for c in self.claims if c is not claim and last in c.blocks)
                 raise self._fault(
@@ -222,56 +124,19 @@ class Trial:
     def _claims_blocks(self, line: str, cost: int, may_refuse: bool = False) -> bool:
         """Runs a call that needs ``cost`` free blocks: whether it worked, which it must if they
         are there."""
-        call, free = line.split(" = ", 1)[1], self.free
+        free = self.free
         try:
-            self._run(line)
+            self.script.run(line)
         except Exception as error:
-            if not may_refuse and not isinstance(error, self.refuses):
-                raise self._crash(call, error) from error
+            call = self.script.call
+            if not may_refuse and not isinstance(error, self.subject.refuses):
+                raise self._crash(error) from error
             if cost <= free and not may_refuse:
                 message = f"{call} was refused although {free} blocks are free"
                 raise self._fault(faults.LostBlock, message) from error
             self._raised(error)
             return False
         return True
-
-    def _check_new(self, name: str, blocks: list[int], n: int, shown: str = "") -> None:
-        """These blocks were just handed out: each must be one that nobody holds."""
-        held, shown = self.held, shown or name
-        for i, block in enumerate(blocks):
-            self._check_id(name, block)
-            if block in blocks[:i]:
-                raise self._fault(
-                    faults.DoubleHandOut,
-                    f"block {block} was handed out twice in one call",
-                    f"assert len({{*{shown}}}) == {len(blocks)}",
-                )
-            if block in held:
-                holder = next(claim for claim in self.claims if block in claim.blocks)
-                raise self._fault(
-                    faults.DoubleHandOut,
-                    f"block {block} was handed out to {name} while {holder.name} holds it",
-                    f"assert not {{*{holder.name}}} & {{*{shown}}}"
-                    if holder.name != name
-                    else f"assert len({{*{name}}}) == len([*{name}])",
-                )
-        if len(blocks) != n:
-            over = n > self.free
-            raise self._fault(
-                faults.Overcommitted if over else faults.WrongCount,
-                f"{n} blocks were asked for and {len(blocks)} given to {name}"
-                + (f"; {self.free} were free, so the call had to be refused" if over else ""),
-                f"assert len([*{shown}]) == {n}",
-            )
-
-    def _check_id(self, name: str, block: int) -> None:
-        if not self.is_block(block):
-            of = "the null block" if block == self.null_block else "no block of this pool"
-            raise self._fault(
-                faults.UnknownBlock,
-                f"{name} was given block {block}, which is {of}",
-                f"assert {block} not in {name}",
-            )
 
     # -- calls that share and release ----------------------------------------------------------
 
@@ -290,15 +155,20 @@ class Trial:
             kept = f"{claim.name}[{stop}:]"
             if start:
                 kept = f"[*{claim.name}[:{start}], *{kept}]"
-            self._run(f"{claim.name} = {kept}")
+            self._must(f"{claim.name} = {kept}")
             del claim.blocks[start:stop], claim.values[start:stop]
             claim.prompt = None
         self._check()
 
     def release_together(self, first: int, second: int) -> None:
-        """Releases two claims of ids in one call."""
+        """Releases two claims of ids in one call. Where they share a block, the call may refuse to
+        be given it twice."""
         one, other = self.claims[first], self.claims[second]
-        self._must(f"a.release([*{one.name}, *{other.name}])")
+        call = f"a.release([*{one.name}, *{other.name}])"
+        if set(one.blocks).isdisjoint(other.blocks):
+            self._must(call)
+        elif not self._may(call):
+            return
         self.gone += [(claim.name, claim.blocks) for claim in (one, other)]
         self.claims = [claim for claim in self.claims if claim not in (one, other)]
         self._check()
@@ -313,7 +183,7 @@ class Trial:
             stop = len(claim.blocks) if stop is None else stop
             what = _part(claim, start, stop)
             self._must(f"a.retain({what})")
-            self._run(f"{name} = {what}")
+            self._must(f"{name} = {what}")
         part = slice(start, stop)
         self._add(Claim(name, claim.blocks[part], claim.values[part]))
         self._check()
@@ -332,7 +202,7 @@ class Trial:
         self._must("moves = a.compact()")
         new: dict[int, int] = {}
         for source, destination in self._pairs("moves"):
-            if not self.is_block(source) or not self.is_block(destination):
+            if not self.subject.is_block(source) or not self.subject.is_block(destination):
                 raise self._fault(
                     faults.BadMove,
                     f"a move from {source} to {destination}, of which one is no block of this pool",
@@ -352,7 +222,7 @@ class Trial:
         if not self.deals_in_sequences:
             for claim in self.claims:
                 if new.keys() & set(self._blocks(claim.name)):
-                    self._run(f"{claim.name} = {claim.blocks}")
+                    self._must(f"{claim.name} = {claim.blocks}")
         self._check()
 
     def publish(self, index: int) -> None:
@@ -370,7 +240,8 @@ class Trial:
         """Has cached blocks forgotten."""
         before = self._cached()
         self._must(f"evicted = a.evict({n})")
-        evicted, after = int(self._variables["evicted"]), self._cached()
+        evicted = self._whole(self.script.value("evicted"), "evicted", faults.WrongStatistics)
+        after = self._cached()
         self._check()
         if not 0 <= evicted <= n or (before is not None and after != before - evicted):
             counts = "" if before is None else f"; {before} were cached before, {after} are now"
@@ -404,12 +275,9 @@ class Trial:
         """Releases one reference by naming its block twice: an error, or once."""
         claim = self.claims[index]
         block = claim.blocks[0]
-        try:
-            self._run(f"a.release([{block}, {block}])")
-        except Exception as error:
-            self._raised(error)
+        if not self._may(f"a.release([{block}, {block}])"):
             return
-        self._run(f"{claim.name} = {claim.name}[1:]")
+        self._must(f"{claim.name} = {claim.name}[1:]")
         del claim.blocks[0], claim.values[0]
         claim.prompt = None
         self.claims = [claim for claim in self.claims if claim.blocks]
@@ -434,208 +302,57 @@ class Trial:
             )
 
     def _must_refuse(self, call: str, kind: type[faults.AllocatorFault], reason: str) -> None:
-        try:
-            self._run(call)
-        except Exception as error:
-            self._raised(error)
-        else:
+        if self._may(call):
             message = f"{call} was accepted although {reason}"
             raise self._fault(kind, message, f"assert False, {f'accepted although {reason}'!r}")
 
     # -- the end -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Releases everything: then every block can be had, once."""
+        """Releases everything: then every block can be had, once. Nothing is cached after that, and
+        no prompt may find anything but what others then publish."""
         while self.claims:
             self.release(0)
         self.claim_all()
+        if not self.prompts:
+            return
+        while self.claims:
+            self.release(0)
+        for prompt, n in self.prompts.items():
+            self.claim_prompt(prompt, min(n, self.num_blocks))
+            if not self.claims[0].written:
+                self.publish(0)
+            self.release(0)
 
     def claim_all(self) -> None:
         """Claims all that is free, block for block accounted for, and one more."""
         self.claim(self.free)
         self.claim(1)
 
-    # -- checks after every call ---------------------------------------------------------------
-
-    def _check(self, raised: str = "") -> None:
-        """Compares all that can be seen. ``raised``: the call that has just failed, which must have
-        changed nothing."""
-        self._check_sequences(raised)
-        self._check_stats(raised)
-        held = self.held
-        if "references" in self.has:
-            few = self.num_blocks <= FEW
-            for block in self.all_blocks() if few else held:
-                count = int(self.allocator.references(block))
-                if count != held[block]:
-                    raise self._mismatch(
-                        raised,
-                        faults.WrongReferences,
-                        f"block {block} has {count} references, {held[block]} claims hold it",
-                        f"assert a.references({block}) == {held[block]}",
-                    )
-        for claim in self.claims:
-            for i, block in enumerate(claim.blocks):
-                if self._read(block) != claim.values[i]:
-                    raise self._mismatch(
-                        raised,
-                        faults.LostContents,
-                        f"block {block}, number {i} of {claim.name}, holds something else now",
-                        f"assert a.read({block}) == {claim.values[i]}",
-                    )
-        if "validate" in self.has:
-            try:
-                self.allocator.validate()
-            except Exception as error:
-                raise self._mismatch(
-                    raised, faults.Invalid, f"validate: {error}", "a.validate()"
-                ) from error
-
-    def _check_sequences(self, raised: str) -> None:
-        """What sequences show is what the model has."""
-        if not self.deals_in_sequences:
-            return
-        for claim in self.claims:
-            shown = self._blocks(claim.name)
-            if shown != claim.blocks:
-                raise self._mismatch(
-                    raised,
-                    faults.LostMapping,
-                    f"{claim.name} shows the blocks {shown}, expected {claim.blocks}",
-                    f"assert [*{claim.name}] == {claim.blocks}",
-                )
-
-    def _check_stats(self, raised: str) -> None:
-        stats = self._stats()
-        free, used = self.free, len(self.held)
-        for key, right in (("free", free), ("used", used)):
-            if stats.get(key, right) == right:
-                continue
-            if not raised:
-                self._probe()
-            raise self._mismatch(
-                raised,
-                faults.WrongStatistics,
-                f"stats() says {stats[key]} {key}, expected {right}",
-                f"assert a.stats()[{key!r}] == {right}",
-            )
-        cached = stats.get("cached", 0)
-        if not 0 <= cached <= free:
-            raise self._mismatch(
-                raised,
-                faults.WrongStatistics,
-                f"stats() says {cached} cached, and {free} blocks are free",
-                f"assert 0 <= a.stats()['cached'] <= {free}",
-            )
-        if "cached" in stats:
-            if raised and self.cached is not None and cached != self.cached:
-                raise self._mismatch(
-                    raised,
-                    faults.WrongStatistics,
-                    f"{self.cached} blocks were cached before, {cached} are now",
-                    f"assert a.stats()['cached'] == {self.cached}",
-                )
-            self.cached = cached
-
     def _probe(self) -> None:
         """A count is off: is a block lost, or free while somebody holds it? Raises that, if so."""
-        lines, claims, has = len(self.lines), list(self.claims), self.has
+        lines, claims, has = len(self.script.lines), list(self.claims), self.has
         self.has = has - {"stats", "references", "validate"}
         self.claim_all()
         self.has, self.claims = has, claims
-        del self.lines[lines:]
+        del self.script.lines[lines:]
 
-    def _mismatch(
-        self, raised: str, kind: type[faults.AllocatorFault], message: str, proof: str
-    ) -> faults.AllocatorFault:
-        if raised:
-            kind, message = faults.ChangedByFailure, f"{raised} failed, and yet: {message}"
-        return self._fault(kind, message, proof)
+    # -- how a call may end --------------------------------------------------------------------
 
-    # -- lines ---------------------------------------------------------------------------------
-
-    def _run(self, line: str) -> None:
-        self.lines.append(line)
-        exec(_compiled(line), self._variables)
-
-    def _must(self, line: str) -> None:
-        """Runs a call that has no reason to fail."""
+    def _may(self, call: str) -> bool:
+        """Runs a call that may raise whatever it likes, and then must have changed nothing: whether
+        it worked."""
         try:
-            self._run(line)
+            self.script.run(call)
         except Exception as error:
-            raise self._crash(line.split(" = ", 1)[-1], error) from error
+            self._raised(error)
+            return False
+        return True
 
     def _raised(self, error: Exception) -> None:
         """The last line raised, as it may or must: nothing may have changed."""
-        line = self.lines[-1]
-        call = line.split(" = ", 1)[-1]
-        self.lines[-1] = f"with suppress(Exception): {call}  # {type(error).__name__}"
-        self._check(raised=call)
-
-    def _crash(self, call: str, error: Exception) -> faults.AllocatorFault:
-        return self._fault(faults.Crashed, f"{call} raised {type(error).__name__}: {error}")
-
-    def _fault(
-        self, kind: type[faults.AllocatorFault], message: str, proof: str = ""
-    ) -> faults.AllocatorFault:
-        lines = [*self.lines, proof] if proof else self.lines
-        head = ["from contextlib import suppress"] if any("suppress(" in x for x in lines) else []
-        module, name = self.factory.__module__, _name_of(self.factory)
-        if (
-            module in ("builtins", "__main__")
-            or "<" in name
-            or not hasattr(self.factory, "__name__")
-        ):
-            head += ["a = factory()"]
-        else:
-            root = name.split(".")[0]
-            head += [f"from {module} import {root}", f"a = {name}()"]
-        self.fault = kind(message, "\n".join([*head, *lines]) + "\n")
-        return self.fault
-
-    def _blocks(self, name: str) -> list[int]:
-        return [int(block) for block in self._variables[name]]
-
-    def _pairs(self, name: str) -> list[tuple[int, int]]:
-        pairs = self._variables[name]
-        return [] if pairs is None else [(int(pair[0]), int(pair[1])) for pair in pairs]
-
-    def _stats(self) -> dict[str, int]:
-        if "stats" not in self.has:
-            return {}
-        return {key: int(count) for key, count in self.allocator.stats().items()}
+        self._check(raised=self.script.forgive(error))
 
     def _add(self, claim: Claim) -> None:
         if claim.blocks or self.deals_in_sequences:
             self.claims.append(claim)
-
-    # -- contents ------------------------------------------------------------------------------
-
-    @staticmethod
-    def _prompt_value(prompt: int, i: int) -> int:
-        return (prompt + 1) * 10**12 + i
-
-    def _write_fresh(self, blocks: Iterable[int]) -> list[int]:
-        """Writes something into each block that no other block holds."""
-        values = [next(self._values) for _ in blocks]
-        for block, value in zip(blocks, values, strict=True):
-            self._write(block, value)
-        return values
-
-    def _write(self, block: int, value: int) -> None:
-        if self.owns_memory:
-            self._run(f"a.write({block}, {value})")
-        self.memory[block] = value
-
-    def _read(self, block: int) -> int | None:
-        if self.owns_memory:
-            return int(self.allocator.read(block))
-        return self.memory.get(block)
-
-    def _copy(self, source: int, destination: int) -> None:
-        if not self.owns_memory and source in self.memory:
-            self.memory[destination] = self.memory[source]
-
-
-def _name_of(factory: Callable[[], Any]) -> str:
-    return str(getattr(factory, "__qualname__", repr(factory)))
