@@ -566,6 +566,7 @@ RULES = (
         between_steps,
         "host waits staging",
         ("update_tables", "host fills staging"),
+        (2, 4),  # with one step in flight the host has waited for the step before
     ),
     Rule(
         "staging of moves is written again after it was read",
