@@ -165,8 +165,9 @@ class World:
             stack.pop()
             if not node.done:
                 node.done = True
-                if node.run is not None:
-                    node.run()
+                work, node.run = node.run, None  # what it holds may be given back once it has run
+                if work is not None:
+                    work()
 
     def run_one(self) -> None:
         """Runs the next of some stream that can run."""
