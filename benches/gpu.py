@@ -5,7 +5,7 @@ the clock that stops them. What never lives here: a claim; a row is what this ru
 
     python benches/gpu.py [--rehearse] [--seconds S] [--threads FILE] [--json FILE]
 
-``--threads`` names what ``benches/pool/`` measured on this machine (JSON lines): the table shows it too.
+``--threads`` names what ``benches/pool/`` measured here (JSON lines); the table shows it.
 
 With ``--rehearse`` the same code runs tiny sizes in the CPU shim of the tests: it shows that the
 script works, its figures mean nothing, and the table says so.

@@ -718,8 +718,8 @@ class KVCache(Bound):
 
         A step that was neither written nor cancelled counts as written. Once a step.
 
-        On a CUDA device, what the step queued after :meth:`Step.written` is to be in the stream that
-        is current here: other streams come behind that too.
+        On a CUDA device, what the step queued after :meth:`Step.written` is to be in the stream
+        that is current here: other streams come behind that too.
         """
         if event is not None and not (
             callable(getattr(event, "query", None))
@@ -909,9 +909,9 @@ class KVCache(Bound):
             plan = self.mmu.plan_compaction() if self._moving is None else None
             if plan is None:
                 return
+            self._follow()
             moves = self.mmu.begin(plan)
             try:
-                self._follow()
                 copying = self._device.mover.start(moves.pairs)
             except BaseException:
                 self.mmu.abort(moves)

@@ -20,8 +20,8 @@ Copies of two calls follow each other in the side stream.
 
 That is enough for work in the caller's stream and for what the host does after an event of it. Work
 in another stream has to be ordered before the caller's (``KVCache`` does that for its steps), and
-transfers that are in no stream wait with :meth:`CUDAMover.synchronize`. Nothing is queued in a stream
-that is being captured: each replay would do it again.
+transfers that are in no stream wait with :meth:`CUDAMover.synchronize`. Nothing is queued in a
+stream that is being captured: each replay would do it again.
 
 Nothing is allocated, compiled or uploaded for a copy: moves travel in the arguments of the launch,
 the region table was uploaded once, both events are used again every time.
@@ -178,7 +178,7 @@ class CUDAMover(Bound):
         with self._lock:
             if not copying.finished:
                 # Copies follow each other in the side stream: a newer record covers this one.
-                self._streams.current().wait(self._done)
+                stream_for_once(self._streams).wait(self._done)
                 copying.finished = True
 
     def follow(self) -> None:
@@ -186,7 +186,7 @@ class CUDAMover(Bound):
         queued, whichever stream was the caller's then."""
         self._check_process()
         with self._lock:
-            self._streams.current().wait(self._done)
+            stream_for_once(self._streams).wait(self._done)
 
     def copied(self) -> bool:
         """Whether all copies that were queued have finished. Moves that were put for a graph have
@@ -254,9 +254,9 @@ class CUDAMover(Bound):
     def _queue(self, pairs: Pairs, launch: MoveBlocks) -> int:
         """Behind the caller's stream, in the side stream. The caller holds the lock."""
         checked = launch.check(pairs)
+        caller = stream_for_once(self._streams)
         if len(checked) == 0:
             return 0
-        caller = stream_for_once(self._streams)
         self.flush()
         caller.record(self._ready)
         self._side.wait(self._ready)

@@ -117,9 +117,9 @@ def stream_for_once(streams: Streams) -> Stream:
     """
     if streams.capturing():
         raise InvalidConfig(
-            f"the current stream of {streams.device} is being captured in a graph, and each replay "
-            "would do this again: allowed there are GraphMoves.launch and KVCache.write, the latter "
-            "when no moves wait for a graph (GraphMoves.flush first)",
+            f"the current stream of {streams.device} is being captured in a graph, and each "
+            "replay would do this again: allowed there are GraphMoves.launch and KVCache.write, "
+            "the latter when no moves wait for a graph (GraphMoves.flush first)",
             device=streams.device,
         )
     return streams.current()
