@@ -331,7 +331,8 @@ class GraphMoves(Bound):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Around replays in the caller's stream: they come behind what was put, whichever stream
-        that was in, and whatever uses the buffer next comes behind them. Nothing is put meanwhile.
+        that was in, and whatever uses the buffer next comes behind them. Nothing is put or flushed
+        in another stream meanwhile.
         """
         self._mover._check_process()
         stream = stream_for_once(self._streams)
@@ -341,7 +342,6 @@ class GraphMoves(Bound):
             yield
         finally:
             with self._mover._lock:
-                stream.wait(self._used)
                 stream.record(self._used)
 
     def move(self, pairs: Pairs) -> None:
