@@ -462,7 +462,7 @@ def test_two_threads_prepare_a_step_and_one_has_the_tables() -> None:
     serving = Serving(World(), 2)
     handles = [serving.open(5), serving.open(5)]
     steps = [serving.cache.begin_step() for _ in handles]
-    slowed(serving.cache, "_take_buffers")
+    slowed(serving.cache._device, "check_stream")
     raised = at_once(
         *(
             lambda step=step, one=one: step.prepare([one], query_lens=[5])
@@ -477,6 +477,74 @@ def test_two_threads_prepare_a_step_and_one_has_the_tables() -> None:
     serving.step(handles)
     serving.finish()
     assert serving.world.errors == []
+
+
+def test_a_batch_whose_tables_go_while_a_thread_waits_is_refused() -> None:
+    serving = Serving(World(), 2)
+    handle = serving.open(5)
+    step, batch, lens = serving.prepare([handle])
+    cache, right = serving.cache, torch.zeros(5, 2, 4)
+    for call in (batch.csr, lambda: cache.write(0, right, right, batch)):
+        raised: list[BaseException] = []
+        with cache._copying:
+            thread = threading.Thread(target=lambda call=call: raised.extend(at_once(call)))
+            thread.start()
+            time.sleep(0.1)  # it has come as far as it comes
+            cache._tables_hold = step.number + 1  # as another thread's prepare does
+        thread.join(20)
+        cache._tables_hold = step.number
+        assert [type(error) for error in raised] == [InvalidStep]
+    serving.kernels(batch, [handle], lens)
+    serving.end(step)
+    serving.finish()
+    assert serving.world.errors == []
+
+
+def graph_of(world: World) -> tuple[RecordedStreams, Any, Any, Any]:
+    """Streams, the contents of a pool, its mover, moves for a graph."""
+    streams = RecordedStreams(world)
+    storage, array = pool(world, streams)
+    mover = cuda.CUDAMover(storage, streams=streams)
+    return streams, array, mover, mover.graph_moves(2, thread_blocks=2)
+
+
+def test_moves_that_were_put_are_not_copied_before_somebody_has_made_them() -> None:
+    _, _, mover, moves = graph_of(World("fast"))  # where all that is queued is done at once
+    assert mover.copied()
+    moves.move(np.array([[0, 4]], np.uint32))
+    assert not mover.copied()
+    moves.flush()
+    assert mover.copied()
+    _, array, mover, moves = graph_of(World("late"))
+    moves.move(np.array([[0, 4]], np.uint32))
+    moves.flush()
+    assert not mover.copied()
+    mover.synchronize()
+    assert mover.copied()
+    assert np.array_equal(array[4], array[0])
+
+
+def test_a_launch_outside_of_a_capture_carries_out_what_was_put_in_any_stream() -> None:
+    world = World()
+    streams, array, mover, moves = graph_of(world)
+    moves.move(np.array([[0, 4]], np.uint32))
+    with streams.within(streams.other()):
+        moves.launch()
+    assert np.array_equal(array[4], array[0])
+    assert not mover._put
+    moves.move(np.array([[1, 5]], np.uint32))
+    assert [race.kind for race in world.races()] == []
+
+
+def test_what_was_refused_is_known_when_the_kernel_has_run_in_whichever_stream() -> None:
+    world = World("late")
+    streams, array, _, moves = graph_of(world)
+    moves.move(np.array([[0, 4]], np.uint32))
+    with streams.within(streams.other()):
+        moves.flush()
+    assert not np.array_equal(array[4], array[0])
+    assert moves.refused() == 0
+    assert np.array_equal(array[4], array[0])
 
 
 def in_child(body: Any) -> str:
