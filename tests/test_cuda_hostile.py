@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 from kvmmu import (  # noqa: E402
     InvalidConfig,
     InvalidStep,
+    KVCache,
     Region,
     Storage,
     UsedAfterFork,
@@ -458,11 +459,21 @@ def test_moves_beside_a_step_are_begun_by_one_of_two_threads() -> None:
     assert serving.world.errors == []
 
 
-def test_two_threads_prepare_a_step_and_one_has_the_tables() -> None:
+def test_two_threads_prepare_a_step_and_one_has_the_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     serving = Serving(World(), 2)
     handles = [serving.open(5), serving.open(5)]
     steps = [serving.cache.begin_step() for _ in handles]
-    slowed(serving.cache._device, "check_stream")
+    held: list[int | None] = [None]
+
+    def slowly(_: Any) -> int | None:
+        found = held[0]
+        time.sleep(0.1)  # another thread comes in between
+        return found
+
+    whose = property(slowly, lambda _, number: held.__setitem__(0, number))
+    monkeypatch.setattr(KVCache, "_tables_of", whose, raising=False)
     raised = at_once(
         *(
             lambda step=step, one=one: step.prepare([one], query_lens=[5])
@@ -484,14 +495,15 @@ def test_a_batch_whose_tables_go_while_a_thread_waits_is_refused() -> None:
     handle = serving.open(5)
     step, batch, lens = serving.prepare([handle])
     cache, right = serving.cache, torch.zeros(5, 2, 4)
+
+    def take_the_tables() -> None:
+        time.sleep(0.1)  # the other thread has come as far as it comes
+        cache._tables_hold = step.number + 1  # as another thread's prepare does
+        cache._copying.release()
+
     for call in (batch.csr, lambda: cache.write(0, right, right, batch)):
-        raised: list[BaseException] = []
-        with cache._copying:
-            thread = threading.Thread(target=lambda call=call: raised.extend(at_once(call)))
-            thread.start()
-            time.sleep(0.1)  # it has come as far as it comes
-            cache._tables_hold = step.number + 1  # as another thread's prepare does
-        thread.join(20)
+        cache._copying.acquire()
+        raised = at_once(call, take_the_tables)
         cache._tables_hold = step.number
         assert [type(error) for error in raised] == [InvalidStep]
     serving.kernels(batch, [handle], lens)
