@@ -350,6 +350,30 @@ def show(rows: list[Row], device: Device, notes: list[str]) -> None:
         print(f"note: {note}")
 
 
+def keep(path: Path, rows: list[Row], device: Device, notes: list[str]) -> None:
+    """What was measured so far: whoever ends this run early has that."""
+    found = {
+        "device": device.name,
+        "rehearsal": device.rehearse,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "torch": torch.__version__,
+        "rows": [
+            {
+                "measure": row.measure,
+                "unit": row.unit,
+                "kvmmu": row.kvmmu,
+                "rival": row.rival,
+                "rival_value": row.rival_value,
+                "goal": None if row.goal is None else str(row.goal),
+                "met": row.met,
+            }
+            for row in rows
+        ],
+        "notes": notes,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benches/gpu.py")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes in the CPU shim")
@@ -378,26 +402,9 @@ def main(arguments: list[str]) -> int:
         except Exception as error:  # the other parts are worth having
             notes.append(f"{part.__name__} failed: {type(error).__name__}: {error}")
         if options.json:
-            found = {
-                "device": device.name,
-                "rehearsal": device.rehearse,
-                "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "torch": torch.__version__,
-                "rows": [
-                    {
-                        "measure": row.measure,
-                        "unit": row.unit,
-                        "kvmmu": row.kvmmu,
-                        "rival": row.rival,
-                        "rival_value": row.rival_value,
-                        "goal": None if row.goal is None else str(row.goal),
-                        "met": row.met,
-                    }
-                    for row in rows
-                ],
-                "notes": notes,
-            }
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            keep(options.json, rows, device, notes)
+    if options.json:
+        keep(options.json, rows, device, notes)
     show(rows, device, notes)
     return 1 if any("failed" in note for note in notes) else 0
 

@@ -218,6 +218,7 @@ def test_a_gpu_run_that_is_short_of_time_says_what_it_left_out(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("no time was left for") == 6
+    assert len(json.loads(out.read_text())["notes"]) == 6
 
 
 def test_a_gpu_run_without_the_program_for_threads_says_so_and_fails(tmp_path: Path) -> None:
