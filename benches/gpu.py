@@ -3,7 +3,9 @@
 ``benches/gpu.sh`` runs it. What lives here: the measurements, each a function that yields rows, and
 the clock that stops them. What never lives here: a claim; a row is what this run measured.
 
-    python benches/gpu.py [--rehearse] [--seconds S] [--json FILE]
+    python benches/gpu.py [--rehearse] [--seconds S] [--threads FILE] [--json FILE]
+
+``--threads`` names what ``benches/pool/`` measured here (JSON lines); the table shows it.
 
 With ``--rehearse`` the same code runs tiny sizes in the CPU shim of the tests: it shows that the
 script works, its figures mean nothing, and the table says so.
@@ -27,6 +29,7 @@ from kvmmu import KVCache, Storage, cuda
 from kvmmu.cuda.launches import ChecksumBlocks, MoveBlocks, RegionTable
 from kvmmu.storage import Region
 
+import pool
 from harness import ROOT, Goal, Row
 
 KIB = 1024
@@ -177,11 +180,15 @@ def blocks_of_an_80_layer_model(device: Device) -> Iterator[Row]:
             for piece in range(pieces):
                 view[piece, target].copy_(view[piece, source], non_blocking=True)
 
-    device.synchronize()
-    start = time.perf_counter()
-    one_by_one()
-    device.synchronize()
-    theirs = 1e6 * (time.perf_counter() - start)
+    def with_host(work: Callable[[], object]) -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        work()
+        device.synchronize()
+        return 1e6 * (time.perf_counter() - start)
+
+    ours = statistics.median(with_host(lambda: move(pairs)) for _ in range(device.small(20, 1)))
+    theirs = with_host(one_by_one)
     yield Row(f"{name}, with the host", "us", ours, "a cudaMemcpyAsync a piece", theirs)
     del kept
 
@@ -271,6 +278,8 @@ def reach(device: Device) -> Iterator[Row]:
     """One reading pass over blocks that lie scattered in the pool, against blocks side by side:
     what the reach of the device's TLB costs."""
     kernel = device.streams.kernel("checksum_blocks")
+    if not device.rehearse:
+        torch.cuda.empty_cache()  # what the parts before have left
     free = 1 << 30 if device.rehearse else torch.cuda.mem_get_info()[0]
     for gigabytes in (16, 60, 130):
         for kib in (4, 16, 32):
@@ -308,6 +317,20 @@ def reach(device: Device) -> Iterator[Row]:
                 torch.cuda.empty_cache()
 
 
+def threads(figures: pool.Figures) -> Iterator[Row]:
+    """One block from the pool by 1, 2, 4, ... threads at a time, beside the fastest rival."""
+    for pattern in ("repeat", "bulk"):
+        for count in (1, 2, 4, 8, 16):
+            ours = figures.pair(pool.SCATTERED, pattern, count, pool.OURS)
+            if ours is None:
+                continue
+            pairs = {who: figures.pair(pool.SCATTERED, pattern, count, who) for who in pool.RIVALS}
+            there = {who: pair for who, pair in pairs.items() if pair is not None}
+            best = min(there, key=there.__getitem__, default=None)
+            name = f"{pool.SCATTERED}, {pattern}, {count} thread{'s' * (count > 1)}"
+            yield Row(name, "ns", ours, best, None if best is None else there[best])
+
+
 PARTS = (copies, blocks_of_an_80_layer_model, passes, graphs, beside, reach)
 
 
@@ -327,15 +350,47 @@ def show(rows: list[Row], device: Device, notes: list[str]) -> None:
         print(f"note: {note}")
 
 
+def keep(path: Path, rows: list[Row], device: Device, notes: list[str]) -> None:
+    """What was measured so far: whoever ends this run early has that."""
+    found = {
+        "device": device.name,
+        "rehearsal": device.rehearse,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "torch": torch.__version__,
+        "rows": [
+            {
+                "measure": row.measure,
+                "unit": row.unit,
+                "kvmmu": row.kvmmu,
+                "rival": row.rival,
+                "rival_value": row.rival_value,
+                "goal": None if row.goal is None else str(row.goal),
+                "met": row.met,
+            }
+            for row in rows
+        ],
+        "notes": notes,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benches/gpu.py")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes in the CPU shim")
     parser.add_argument("--seconds", type=float, default=110, help="begin nothing later")
+    parser.add_argument("--threads", type=Path, metavar="FILE", help="what pool-bench printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
     device = Device(options.rehearse, options.seconds)
     rows: list[Row] = []
     notes: list[str] = []
+    if options.threads:
+        try:
+            rows += threads(pool.read(options.threads.read_text()))
+            if not rows:
+                notes.append("threads were not measured")
+        except (OSError, ValueError, KeyError) as error:
+            notes.append(f"threads failed: {type(error).__name__}: {error}")
     for part in PARTS:
         if device.late():
             notes.append(f"no time was left for: {part.__name__}")
@@ -347,26 +402,9 @@ def main(arguments: list[str]) -> int:
         except Exception as error:  # the other parts are worth having
             notes.append(f"{part.__name__} failed: {type(error).__name__}: {error}")
         if options.json:
-            found = {
-                "device": device.name,
-                "rehearsal": device.rehearse,
-                "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "torch": torch.__version__,
-                "rows": [
-                    {
-                        "measure": row.measure,
-                        "unit": row.unit,
-                        "kvmmu": row.kvmmu,
-                        "rival": row.rival,
-                        "rival_value": row.rival_value,
-                        "goal": None if row.goal is None else str(row.goal),
-                        "met": row.met,
-                    }
-                    for row in rows
-                ],
-                "notes": notes,
-            }
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            keep(options.json, rows, device, notes)
+    if options.json:
+        keep(options.json, rows, device, notes)
     show(rows, device, notes)
     return 1 if any("failed" in note for note in notes) else 0
 

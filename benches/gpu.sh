@@ -4,10 +4,10 @@
 #
 #   benches/gpu.sh [--rehearse] [WHEEL]     WHEEL: kvmmu-*-abi3-*.whl (default: the newest in dist/)
 #
-# Installs the wheel into a folder of its own, runs the tests marked gpu, the measurements of gpu.py
-# and those of threads, and prints one table last. OUT names the folder for gpu.json and threads.jsonl
-# (default: gpu-out). A part that fails or has no time left does not keep the others from running;
-# then the exit status is 1.
+# Installs the wheel into a folder of its own, runs the tests marked gpu, dist/pool-bench (POOL_BENCH
+# names another; docs/development.md builds both), the measurements of gpu.py, and prints one table
+# last. OUT names the folder for gpu.json and threads.jsonl (default: gpu-out). A part that fails, is
+# missing or has no time left does not keep the others from running; then the exit status is 1.
 #
 # --rehearse runs the same on any machine, with the kvmmu that Python finds, in the CPU shim.
 set -uo pipefail
@@ -39,17 +39,21 @@ else
     "$python" -m pytest -q -m "not gpu" tests/test_cuda_device.py -k "checksums" || failed=1
 fi
 
-# What threads.sh measures; it needs cargo, so here the program has to have been built before.
+# What threads.sh measures, by a program that was built before, in fewer rounds: about 1.5 seconds for
+# each number of threads. What it has measured by its time limit counts.
 program=${POOL_BENCH:-dist/pool-bench}
+: > "$out/threads.jsonl"
 if [ -x "$program" ]; then
-    timeout 40 "$program" threads --threads "$(($(nproc) < 16 ? $(nproc) : 16))" > "$out/threads.jsonl" ||
-        echo "gpu.sh: threads: $program failed" >&2
+    cores=$(nproc)
+    timeout 40 "$program" threads --threads $((cores < 16 ? cores : 16)) --rounds 15 --warm-ms 1000 \
+        > "$out/threads.jsonl" || { echo "gpu.sh: $program failed: $?" >&2; failed=1; }
 else
-    echo "gpu.sh: threads were not measured: there is no $program (cargo builds it)" >&2
+    echo "gpu.sh: threads are not measured: there is no program $program" >&2
+    failed=1
 fi
 
 seconds=$(($(left) - 20))
 timeout $(($(left) > 1 ? $(left) + 20 : 21)) "$python" benches/gpu.py "${rehearse[@]}" \
-    --seconds "$seconds" --json "$out/gpu.json" || failed=1
+    --seconds "$seconds" --threads "$out/threads.jsonl" --json "$out/gpu.json" || failed=1
 echo "gpu.sh: $SECONDS s; rows in $out/gpu.json"
 exit $failed

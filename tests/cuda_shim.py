@@ -153,6 +153,9 @@ class ShimStreams:
     def current(self) -> Any:
         return self._stream
 
+    def capturing(self) -> bool:
+        return False
+
     def side(self) -> Any:
         return self._stream
 

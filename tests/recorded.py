@@ -165,8 +165,9 @@ class World:
             stack.pop()
             if not node.done:
                 node.done = True
-                if node.run is not None:
-                    node.run()
+                work, node.run = node.run, None  # what it holds may be given back once it has run
+                if work is not None:
+                    work()
 
     def run_one(self) -> None:
         """Runs the next of some stream that can run."""
@@ -316,8 +317,11 @@ class Graph:
         self.work: list[Callable[[], object]] = []
 
     def replay(self) -> None:
+        """In the stream that is the caller's now."""
+        before, _USING[:] = _USING[:], [self.streams.current()]
         for work in self.work:
             work()
+        _USING[:] = before
 
 
 class RecordedStreams:
@@ -337,6 +341,9 @@ class RecordedStreams:
 
     def current(self) -> Any:
         return self._caller
+
+    def capturing(self) -> bool:
+        return self._capture is not None
 
     def side(self) -> Any:
         return self._side
@@ -396,9 +403,16 @@ class RecordedStreams:
         array = np.zeros(num_bytes + 256, np.uint8)
         skip = -array.ctypes.data % 256
         self.world.keep(array)
-        start = array.ctypes.data + skip
-        self.world._buffers.append((start, start + num_bytes, self))
-        return torch.from_numpy(array[skip : skip + num_bytes])
+        start, world = array.ctypes.data + skip, self.world
+        world._buffers.append((start, start + num_bytes, self))
+        given = array[skip : skip + num_bytes]
+        places = words(start, range(-(-num_bytes // 4)))
+
+        def freed() -> None:  # and whoever gets it next may write it at once
+            world.host("host gives device memory back", writes=places)
+
+        weakref.finalize(given, freed).atexit = False
+        return torch.from_numpy(given)
 
     def pinned(self, num_bytes: int, /) -> Any:
         self.world.call()
@@ -515,6 +529,8 @@ def _update_tables(world: World, args: Any) -> Sets:
 def _write_kv(world: World, args: Any) -> Sets:
     slots, count, block_size, _, _, k_pool, _, _ = args
     slots, count, size = int(slots), int(count), int(block_size)
+    if count == 0:
+        return set(), set(), []
     writes: set[Place] = set()
     if world.at_once:
         taken = _array(slots, count, np.int64)

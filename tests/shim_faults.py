@@ -154,7 +154,9 @@ CASES = {"clean": clean, **THREAD, **ADDRESS}
 
 def main(library: str, case: str) -> None:
     if case != "clean":  # past what refuses such a launch
-        launches._checked_pairs = lambda pairs, storage: np.asarray(pairs, np.uint32)
+        launches._checked_pairs = lambda pairs, storage: launches.CheckedPairs(
+            np.asarray(pairs, np.uint32)
+        )
     CASES[case](Device(Path(library)))
 
 

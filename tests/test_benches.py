@@ -141,11 +141,23 @@ def test_what_needs_a_gpu_is_rehearsed_as_a_whole(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     if cuda_shim.compiler() is None:
         pytest.skip("needs g++")
+    program = tmp_path / "pool-bench"  # stands for the one that cargo builds
+    lines = [
+        figure(pool.SCATTERED, pattern, threads, who, part, value)
+        for pattern, parts in (("repeat", ["pair"]), ("bulk", ["claim", "release"]))
+        for threads in (1, 2)
+        for who, value in (("kvmmu", 5.0), ("Mutex<Vec>", 20.0), ("ArrayQueue", 10.0))
+        for part in parts
+    ]
+    asked = '[ "$1 $2" = "threads --threads" ] && [ "$3" -ge 1 ] || exit 2'
+    program.write_text("\n".join(["#!/bin/sh", asked, "cat <<'.'", *lines, ".\n"]))
+    program.chmod(0o755)
+    places = {"PYTHON": sys.executable, "OUT": str(tmp_path), "POOL_BENCH": str(program)}
     done = subprocess.run(
         [str(ROOT / "benches" / "gpu.sh"), "--rehearse"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
+        env={**os.environ, **places},
         timeout=240,
         check=False,
     )
@@ -156,6 +168,8 @@ def test_what_needs_a_gpu_is_rehearsed_as_a_whole(tmp_path: Path) -> None:
     assert "A REHEARSAL, no figure means anything" in done.stdout
     measures = " ".join(row["measure"] for row in found["rows"])
     for part in (
+        "one block, half full, repeat, 1 thread one block, half full, repeat, 2 threads",
+        "one block, half full, bulk, 2 threads",
         "large copy",
         "pieces of 655 KiB",
         "blocks of",
@@ -166,6 +180,30 @@ def test_what_needs_a_gpu_is_rehearsed_as_a_whole(tmp_path: Path) -> None:
         "130 GB, pieces of 4 KiB",
     ):
         assert part in measures
+    rivals = {(row["rival"], row["rival_value"]) for row in found["rows"] if row["unit"] == "ns"}
+    assert rivals == {("ArrayQueue", 10.0), ("ArrayQueue", 20.0)}  # bulk: a claim and a release
+
+
+def test_figures_of_threads_that_are_missing_or_cut_off_are_said_to_be(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    whole = figure(pool.SCATTERED, "repeat", 1, "kvmmu", "pair", 5.0)
+    for text, said, status in (
+        ("", "threads were not measured", 0),
+        (whole + "\n" + whole[:40], "threads failed", 1),
+        (None, "threads failed: FileNotFoundError", 1),
+    ):
+        lines = tmp_path / "threads.jsonl"
+        lines.unlink(missing_ok=True)
+        if text is not None:
+            lines.write_text(text)
+        arguments = ["--rehearse", "--seconds", "-1", "--threads", str(lines)]
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benches" / "gpu.py"), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, f"note: {said}" in done.stdout) == (status, True), done.stdout
 
 
 def test_a_gpu_run_that_is_short_of_time_says_what_it_left_out(tmp_path: Path) -> None:
@@ -180,3 +218,21 @@ def test_a_gpu_run_that_is_short_of_time_says_what_it_left_out(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("no time was left for") == 6
+    assert len(json.loads(out.read_text())["notes"]) == 6
+
+
+def test_a_gpu_run_without_the_program_for_threads_says_so_and_fails(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if cuda_shim.compiler() is None:
+        pytest.skip("needs g++")
+    places = {"PYTHON": sys.executable, "OUT": str(tmp_path), "POOL_BENCH": str(tmp_path / "none")}
+    done = subprocess.run(
+        [str(ROOT / "benches" / "gpu.sh"), "--rehearse"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **places, "LIMIT": "0"},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"threads are not measured: there is no program {tmp_path / 'none'}" in done.stderr
+    assert "note: threads were not measured" in done.stdout

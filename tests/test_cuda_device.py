@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvmmu import KVCache, cuda  # noqa: E402
+from kvmmu import InvalidConfig, KVCache, cuda  # noqa: E402
 from kvmmu.cuda.launches import ChecksumBlocks, RegionTable  # noqa: E402
 
 from . import cuda_shim  # noqa: E402
@@ -240,10 +240,23 @@ def test_a_captured_graph_moves_once(where: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         moves.launch()
+        with pytest.raises(InvalidConfig, match="is being captured"):
+            cache.mover.move(np.array([[1, 2]], np.uint32))
     moves.move(np.array([[3, 7], [4, 8]], np.uint32))
     graph.replay()
     assert k[7:9, 0, 0, 0].tolist() == [3, 4]
     k[3] = 99
     graph.replay()
     assert k[7:9, 0, 0, 0].tolist() == [3, 4]
+    torch.cuda._sleep(2_000_000)
+    moves.move(np.array([[5, 9]], np.uint32))
+    assert not cache.mover.copied()
+    with torch.cuda.stream(torch.cuda.Stream()), moves.replaying():
+        graph.replay()  # behind what was put, in whichever stream
+    cache.mover.synchronize()
+    assert cache.mover.copied()
+    assert k[9, 0, 0, 0].item() == 5
+    moves.move(np.array([[6, 10]], np.uint32))
+    cache.mover.synchronize()  # without a replay
+    assert k[10, 0, 0, 0].item() == 6
     assert moves.refused() == 0

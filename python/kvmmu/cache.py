@@ -342,8 +342,8 @@ class Batch(Bound):
         if device is None:
             return self._buffers.csr()
         self._cache._check_process()
-        self._check_live()  # the device's tables are those of the newest step
         with self._cache._copying:
+            self._check_live()  # the device's tables are those of the newest step
             return device.tables.update_csr(self._buffers)
 
     def __len__(self) -> int:
@@ -402,19 +402,23 @@ class Step(Bound):
             query_lens = np.diff(starts)
         lens = None if query_lens is None else _int32("query_lens", query_lens)
         new = None if new_tokens is None else _int32("new_tokens", new_tokens)
-        cache._check_tables(self.number)
-        cache._finish_moves()
-        cache._pay()
-        buffers = cache._take_buffers(self.number)
+        cache._claim_tables(self.number)
         try:
-            copies = cache.mmu.prepare(
-                self.number, ids, buffers.tables, query_lens=lens, new_tokens=new
-            )
+            cache._finish_moves()
+            cache._pay()
+            buffers = cache._take_buffers(self.number)
+            try:
+                copies = cache.mmu.prepare(
+                    self.number, ids, buffers.tables, query_lens=lens, new_tokens=new
+                )
+            except BaseException:
+                cache._return_buffers(buffers)
+                raise
+            self.batch = Batch(cache, self._life, buffers, ids, copies)
+            cache._send_tables(self.number, buffers)
         except BaseException:
-            cache._return_buffers(buffers)
+            cache._free_tables(self.number)
             raise
-        self.batch = Batch(cache, self._life, buffers, ids, copies)
-        cache._send_tables(self.number, buffers)
         if not defer_copies:
             self.batch.run_copies()
             if cache.auto_compact and cache._overlap:
@@ -424,9 +428,11 @@ class Step(Bound):
     def written(self) -> None:
         """All that the step scheduled is written, or queued ahead of whatever reads it."""
         self._check_unsettled()
+        # First: what is published may be read in another stream at once.
+        self._cache._mark(self.number)
         self._cache.mmu.written(self.number)
         self._settled = True
-        self._cache._mark(self.number)
+        self._cache._free_tables(self.number)
 
     def cancel(self) -> None:
         """Takes the step back: lengths as before, nothing published.
@@ -436,9 +442,10 @@ class Step(Bound):
                 and truncate what was appended behind. It stays in flight then.
         """
         self._check_unsettled()
+        self._cache._mark(self.number)  # some of its work may be queued
         self._cache.mmu.cancel(self.number)
         self._settled = self._life.cancelled = True
-        self._cache._mark(self.number)  # some of its work may be queued
+        self._cache._free_tables(self.number)
         if self.batch is not None:
             self.batch.run_copies()  # what was copied on write stays where it is now
 
@@ -474,7 +481,7 @@ class Step(Bound):
                 self._cache._dropped_steps.append(self.number)
             else:
                 _log.warning("%r was dropped unsettled: what it fences stays fenced", self)
-                if self._cache._tables_of == self.number:
+                if self._cache._tables_of == self.number:  # no lock: this may run in any call
                     self._cache._tables_of = None
 
     def __repr__(self) -> str:
@@ -740,6 +747,9 @@ class KVCache(Bound):
         CUDA device "now" is an event too: that of the stream that is current.
 
         A step that was neither written nor cancelled counts as written. Once a step.
+
+        On a CUDA device, what the step queued after :meth:`Step.written` is to be in the stream
+        that is current here: other streams come behind that too.
         """
         if event is not None and not (
             callable(getattr(event, "query", None))
@@ -756,6 +766,7 @@ class KVCache(Bound):
         if event is None:
             self._end_now(step.number)
         else:
+            self._mark(step.number)
             with self._lock:
                 self._ending.append((step.number, event))
         step._life.ended = True
@@ -877,28 +888,38 @@ class KVCache(Bound):
     def _mark(self, number: int) -> Any:
         """What is queued by now belongs to this step or comes before; it is settled, or ends."""
         self._check_process()
-        if self._tables_of == number:
-            self._tables_of = None
         if self._device is None:
             return None
         with self._lock:
             return self._device.mark(number)
 
     def _follow(self) -> None:
-        """Copies and tables come behind the steps in flight, whichever streams those run in."""
+        """Copies and tables come behind the steps in flight and behind copies, whichever streams
+        those run in."""
         if self._device is not None:
             with self._lock:
                 self._device.follow()
 
-    def _check_tables(self, number: int) -> None:
+    def _claim_tables(self, number: int) -> None:
         """The device has one set of tables: the kernels that read it are queued first."""
-        other = self._tables_of
-        if self._device is not None and other is not None and other != number:
-            raise InvalidStep(
-                f"step {number}: step {other} is prepared, and the tables on the device are its "
-                "own until it is written or cancelled",
-                step=number,
-            )
+        if self._device is None:
+            return
+        self._check_process()
+        with self._lock:
+            self._device.check_stream()
+            other = self._tables_of
+            if other is not None and other != number:
+                raise InvalidStep(
+                    f"step {number}: step {other} is prepared, and the tables on the device are "
+                    "its own until it is written or cancelled",
+                    step=number,
+                )
+            self._tables_of = number
+
+    def _free_tables(self, number: int) -> None:
+        with self._lock:
+            if self._tables_of == number:
+                self._tables_of = None
 
     def _send_tables(self, number: int, buffers: Buffers) -> None:
         if self._device is not None:
@@ -907,32 +928,40 @@ class KVCache(Bound):
                 self._tables_hold = None
                 self._device.tables.update(buffers)
                 self._tables_hold = number
-            self._tables_of = number
 
     def _start_moves(self) -> None:
         """Queues copies beside the step that is prepared, if the memory needs them and none are
         under way."""
-        plan = self.mmu.plan_compaction() if self._moving is None else None
-        if plan is None or self._device is None:
+        if self._device is None:
             return
-        moves = self.mmu.begin(plan)
-        try:
+        self._check_process()
+        with self._copying:
+            plan = self.mmu.plan_compaction() if self._moving is None else None
+            if plan is None:
+                return
             self._follow()
-            copying = self._device.mover.start(moves.pairs)
-        except BaseException:
-            self.mmu.abort(moves)
-            raise
-        self._moving = moves, copying
+            moves = self.mmu.begin(plan)
+            try:
+                copying = self._device.mover.start(moves.pairs)
+            except BaseException:
+                self.mmu.abort(moves)
+                raise
+            self._moving = moves, copying
 
     def _finish_moves(self) -> int:
         """Puts the copies that are under way before whatever is queued from now on, and changes
-        the page table. Returns how many blocks moved."""
-        if self._moving is None or self._device is None:
+        the page table. Returns how many blocks moved. Another thread that comes meanwhile waits: it
+        is not to prepare a step in between."""
+        if self._device is None:
             return 0
-        moves, copying = self._moving
-        self._device.mover.finish(copying)
-        self._moving = None
-        return self.mmu.commit(moves)
+        self._check_process()
+        with self._copying:
+            if self._moving is None:
+                return 0
+            moves, copying = self._moving
+            self._device.mover.finish(copying)
+            self._moving = None
+            return self.mmu.commit(moves)
 
     def _check_process(self) -> None:
         """After a fork another thread's lock may never be given back: the MMU says so first."""
@@ -950,17 +979,21 @@ class KVCache(Bound):
         if batch._cache is not self:
             raise InvalidConfig("the batch is of another cache")
         self._check_process()
-        batch._check_live()
         if self._device is None:
+            batch._check_live()
             self.layers.write(layer, k, v, batch.slot_mapping)
         else:
             index = _index("layer", layer, len(self.layers))
             with self._copying:
+                batch._check_live()
                 self._device.write(index, k, v, batch.slot_mapping)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the KV of all scheduled tokens: (k, v), each [n, heads, dim]."""
         self._check_handle(sequence)
+        if self._device is not None:
+            self._check_process()
+            self._device.mover.flush()
         blocks = torch.from_numpy(self.mmu.block_table(sequence.id).astype(np.int64))
         return self.layers.gather(layer, blocks, sequence.num_scheduled)
 

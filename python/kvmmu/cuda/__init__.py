@@ -14,6 +14,7 @@ from .checksum import block_checksums
 from .executor import Copying, CUDAMover, GraphMoves
 from .launches import (
     MAX_MOVES,
+    CheckedPairs,
     ChecksumBlocks,
     Launcher,
     MoveBlocks,
@@ -28,6 +29,7 @@ from .streams import Event, Stream, Streams, open_streams
 __all__ = [
     "MAX_MOVES",
     "CUDAMover",
+    "CheckedPairs",
     "ChecksumBlocks",
     "Copying",
     "Event",

@@ -20,7 +20,8 @@ Copies of two calls follow each other in the side stream.
 
 That is enough for work in the caller's stream and for what the host does after an event of it. Work
 in another stream has to be ordered before the caller's (``KVCache`` does that for its steps), and
-transfers that are in no stream wait with :meth:`CUDAMover.synchronize`.
+transfers that are in no stream wait with :meth:`CUDAMover.synchronize`. Nothing is queued in a
+stream that is being captured: each replay would do it again.
 
 Nothing is allocated, compiled or uploaded for a copy: moves travel in the arguments of the launch,
 the region table was uploaded once, both events are used again every time.
@@ -31,7 +32,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,8 +43,8 @@ from ..bound import Bound
 from ..errors import InvalidConfig, UsedAfterFork
 from ..movers import Pairs
 from ..storage import Storage, _integer
-from .launches import _MAX_GRID, MoveBlocks, MoveBlocksIndirect, RegionTable, _checked_pairs
-from .streams import Event, Stream, Streams, open_streams
+from .launches import _MAX_GRID, MoveBlocks, MoveBlocksIndirect, RegionTable
+from .streams import Event, Stream, Streams, open_streams, stream_for_once
 
 __all__ = ["CUDAMover", "Copying", "GraphMoves"]
 
@@ -79,7 +81,8 @@ class CUDAMover(Bound):
             streams of another device than the memory.
 
     It makes a side stream, two events, the region table on the device and compiles its kernel. When
-    it is dropped or closed, it waits for its copies: memory may be given back after that.
+    it is dropped or closed, it waits for its copies, and for what its graphs' moves were queued
+    for: memory may be given back after that.
     """
 
     def __init__(
@@ -109,10 +112,12 @@ class CUDAMover(Bound):
         self._all = MoveBlocks(kernel, self._table, rows)
         self._few = MoveBlocks(kernel, self._table, rows, max_thread_blocks=few)
         self._lock = threading.RLock()
-        self._graphs: weakref.WeakSet[GraphMoves] = weakref.WeakSet()
+        # A captured graph has the addresses of its buffer: it stays as long as the mover does.
+        self._buffers: list[tuple[Any, Event]] = []
         self._put: set[GraphMoves] = set()  # kept until what was put has been carried out
         self._copied_bytes = 0
-        self._give_back = weakref.finalize(self, _wait_for, [self._side], self._process)
+        self._used: list[Stream | Event] = [self._side]
+        self._give_back = weakref.finalize(self, _wait_for, self._used, self._process)
 
     @property
     def storage(self) -> Storage:
@@ -173,23 +178,46 @@ class CUDAMover(Bound):
         with self._lock:
             if not copying.finished:
                 # Copies follow each other in the side stream: a newer record covers this one.
-                self._streams.current().wait(self._done)
+                stream_for_once(self._streams).wait(self._done)
                 copying.finished = True
 
+    def follow(self) -> None:
+        """What is queued in the caller's stream from now on comes behind all copies that were
+        queued, whichever stream was the caller's then."""
+        self._check_process()
+        with self._lock:
+            stream_for_once(self._streams).wait(self._done)
+
     def copied(self) -> bool:
-        """Whether all copies that were queued have finished."""
-        return self._done.query()
+        """Whether all copies that were queued have finished. Moves that were put for a graph have
+        not before a :meth:`flush` behind them: nobody tells of a replay."""
+        self._check_process()
+        with self._lock:
+            return (
+                not self._put
+                and self._done.query()
+                and all(used.query() for _, used in self._buffers)
+            )
 
     def synchronize(self) -> None:
-        """The host waits for all copies that were queued."""
+        """The host waits for all copies that were queued. Moves that were put for a graph and not
+        replayed are carried out first (:meth:`flush`)."""
         self._check_process()
-        self._done.synchronize()
+        with self._lock:
+            self.flush()
+            events = [self._done, *(used for _, used in self._buffers)]
+        for event in events:
+            event.synchronize()
 
     def graph_moves(self, capacity: int = 32, *, thread_blocks: int = 132) -> GraphMoves:
-        """Moves for captured graphs of this device; see :class:`GraphMoves`."""
+        """Moves for captured graphs of this device; see :class:`GraphMoves`. Their kernel is
+        launched once without moves, and waited for; their buffer (8 bytes a move) stays as long as
+        the mover."""
+        self._check_process()
         with self._lock:
             made = GraphMoves(self, capacity, thread_blocks)
-            self._graphs.add(made)
+            self._buffers.append((made._memory, made._used))
+            self._used.append(made._used)
             return made
 
     def flush(self) -> None:
@@ -201,15 +229,13 @@ class CUDAMover(Bound):
                 graph.flush()
 
     def warm_up(self) -> None:
-        """Launches every kernel of the mover once, without moves, and waits: what a driver loads
-        on first use is loaded then. Needed before a graph is captured."""
+        """Launches its kernel once, without moves, and waits: what a driver loads on first use is
+        loaded then. Those of :meth:`graph_moves` do so when they are made."""
         self._check_process()
         with self._lock:
-            stream = self._streams.current()
+            stream = stream_for_once(self._streams)
             with self._streams.use(stream):
                 self._all.warm_up()
-                for graph in self._graphs:
-                    graph._kernel()
             stream.synchronize()
 
     def close(self) -> None:
@@ -227,31 +253,35 @@ class CUDAMover(Bound):
 
     def _queue(self, pairs: Pairs, launch: MoveBlocks) -> int:
         """Behind the caller's stream, in the side stream. The caller holds the lock."""
-        if len(_checked_pairs(pairs, self._storage)) == 0:
+        checked = launch.check(pairs)
+        caller = stream_for_once(self._streams)
+        if len(checked) == 0:
             return 0
-        caller = self._streams.current()
         self.flush()
         caller.record(self._ready)
         self._side.wait(self._ready)
         try:
             with self._streams.use(self._side):
-                launch(pairs)
+                launch.launch(checked)
         except BaseException:
             # Some of several launches may have begun: they end before a destination is given back.
             self._side.record(self._done)
             caller.wait(self._done)
             raise
         self._side.record(self._done)
-        self._copied_bytes += len(pairs) * self._storage.block_bytes
-        return len(pairs)
+        self._copied_bytes += len(checked) * self._storage.block_bytes
+        return len(checked)
 
 
 class GraphMoves(Bound):
     """Moves that a captured graph carries out: made by :meth:`CUDAMover.graph_moves`.
 
     Inside of the capture, ahead of whatever reads blocks, call :meth:`launch`. Between two replays
-    :meth:`move` puts the next moves into a buffer on the device, in the caller's stream, which is
-    the one that the graph is replayed in. A replay without new moves copies nothing.
+    :meth:`move` puts the next moves into a buffer on the device. A replay without new moves copies
+    nothing.
+
+    Moves are put in the caller's stream. A graph that is replayed in another one has to be told of:
+    ``with moves.replaying(): graph.replay()``. All else here orders itself, in whichever stream.
 
     Moves that the next replay would come too late for are carried out by the same kernel outside of
     the graph (:meth:`flush`): those of an earlier :meth:`move`, and all before the mover copies
@@ -267,6 +297,7 @@ class GraphMoves(Bound):
         self._streams = mover.streams
         self.capacity = _integer("capacity", capacity, 1, 2**20)
         blocks = _integer("thread_blocks", thread_blocks, 1, _MAX_GRID)
+        stream = stream_for_once(self._streams)
         size = 4 * (2 + 2 * self.capacity)
         # One allocation: the buffer, and behind it the word that says which count was refused.
         self._memory = self._streams.zeros(size + 4)
@@ -280,11 +311,38 @@ class GraphMoves(Bound):
             capacity=self.capacity,
             thread_blocks=blocks,
         )
+        self._used = self._streams.event("moves")  # behind all that uses the buffer
+        with self._streams.use(stream):
+            self._kernel()
+        stream.synchronize()
 
     def launch(self) -> None:
-        """Queues the kernel in the caller's stream: once, in the capture."""
-        with self._streams.use(self._streams.current()):
-            self._kernel()
+        """Queues the kernel in the caller's stream: once, in the capture. Outside of one it carries
+        out what was put."""
+        self._mover._check_process()
+        with self._mover._lock:
+            if not self._streams.capturing():
+                self._mover._put.add(self)
+                self.flush()
+                return
+            with self._streams.use(self._streams.current()):
+                self._kernel()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around replays in the caller's stream: they come behind what was put, whichever stream
+        that was in, and whatever uses the buffer next comes behind them. Nothing is put or flushed
+        in another stream meanwhile.
+        """
+        self._mover._check_process()
+        stream = stream_for_once(self._streams)
+        with self._mover._lock:
+            stream.wait(self._used)
+        try:
+            yield
+        finally:
+            with self._mover._lock:
+                stream.record(self._used)
 
     def move(self, pairs: Pairs) -> None:
         """The next replay copies block ``pairs[i, 0]`` to block ``pairs[i, 1]``.
@@ -296,33 +354,45 @@ class GraphMoves(Bound):
         """
         self._mover._check_process()
         with self._mover._lock:
-            if len(self._kernel.check(pairs)) == 0:
+            checked = self._kernel.check(pairs)
+            if len(checked) == 0:
                 return
-            caller = self._streams.current()
+            caller = stream_for_once(self._streams)
             self.flush()
             host, words = self._staging.take()
-            size = self._kernel.fill(words.view(np.uint32), pairs)
+            size = self._kernel.fill_checked(words.view(np.uint32), checked)
+            caller.wait(self._used)
             self._streams.upload(caller, self._memory[:size], host[:size])
-            self._staging.queued(caller)
             self._mover._put.add(self)
-            self._mover._copied_bytes += len(pairs) * self._mover.storage.block_bytes
+            self._staging.queued(caller)
+            caller.record(self._used)
+            self._mover._copied_bytes += len(checked) * self._mover.storage.block_bytes
 
     def refused(self) -> int:
         """Waits for the device; a count above the capacity that the kernel met, which only another
         writer of the buffer can have put there. 0: none."""
-        self._streams.current().synchronize()
+        self._mover._check_process()
+        stream_for_once(self._streams).synchronize()
+        self._used.synchronize()
         return int(self._memory[-4:].cpu().numpy().view(np.uint32)[0])
 
     def flush(self) -> None:
         """Carries out now, in the caller's stream, what was put; after a replay that has done so,
         this copies nothing. The engine's own kernels outside of the graph need it first, if they
-        touch blocks (``cache.write`` and copies on write call it). Not while a graph is captured.
+        touch blocks (``cache.write``, ``cache.gather`` and copies on write call it).
+
+        Raises:
+            InvalidConfig: something was put, and the stream is being captured: the graph would
+                carry it out, nobody before.
         """
         self._mover._check_process()
         with self._mover._lock:
             if self in self._mover._put:
-                with self._streams.use(self._streams.current()):
+                caller = stream_for_once(self._streams)
+                caller.wait(self._used)
+                with self._streams.use(caller):
                     self._kernel()
+                caller.record(self._used)
                 self._mover._put.remove(self)
 
 
@@ -367,7 +437,7 @@ def _upload(streams: Streams, array: npt.NDArray[Any]) -> Any:
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     host, made = streams.pinned(len(flat)), streams.zeros(len(flat))
     host.numpy()[:] = flat
-    stream = streams.current()
+    stream = stream_for_once(streams)
     streams.upload(stream, made, host)
     stream.synchronize()
     return made

@@ -11,7 +11,7 @@ before it has launched anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NewType, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from .checksum import checked_blocks
 
 __all__ = [
     "MAX_MOVES",
+    "CheckedPairs",
     "ChecksumBlocks",
     "Launcher",
     "MoveBlocks",
@@ -36,6 +37,10 @@ __all__ = [
 ]
 
 Arguments: TypeAlias = tuple[Any, ...]
+
+CheckedPairs = NewType("CheckedPairs", npt.NDArray[np.uint32])
+"""Moves that passed every check, uint32 [m, 2], contiguous, nobody else's memory. ``check`` of a
+launch makes them, so what is launched has been looked at once, and is what was looked at."""
 
 MAX_MOVES = 508
 """Moves of one launch of ``move_blocks``: as many as its arguments hold."""
@@ -208,7 +213,14 @@ class MoveBlocks(_OnRegions):
             InvalidBlock, InvalidPlan, InvalidConfig: as :meth:`kvmmu.CPUMover.move`. Nothing has
                 been launched then.
         """
-        checked = _checked_pairs(pairs, self._table.storage)
+        return self.launch(self.check(pairs))
+
+    def check(self, pairs: Pairs) -> CheckedPairs:
+        """The same pairs, for :meth:`launch`; errors as :meth:`kvmmu.CPUMover.move`."""
+        return _checked_pairs(pairs, self._table.storage)
+
+    def launch(self, checked: CheckedPairs) -> int:
+        """Calling the object, for pairs that :meth:`check` has returned."""
         for first in range(0, len(checked), self._most):
             part = checked[first : first + self._most]
             self._moves["pairs"][0, : len(part)] = part
@@ -262,8 +274,8 @@ class MoveBlocksIndirect(_OnRegions):
         """Moves that the buffer holds."""
         return self._capacity
 
-    def check(self, pairs: Pairs) -> npt.NDArray[np.uint32]:
-        """The same pairs as contiguous uint32 [m, 2]; errors as :meth:`fill`."""
+    def check(self, pairs: Pairs) -> CheckedPairs:
+        """The same pairs, for :meth:`fill_checked`; errors as :meth:`fill`."""
         checked = _checked_pairs(pairs, self._table.storage)
         if len(checked) > self._capacity:
             raise LimitExceeded(
@@ -288,6 +300,10 @@ class MoveBlocksIndirect(_OnRegions):
             InvalidBlock, InvalidPlan, InvalidConfig: as :meth:`MoveBlocks.__call__`.
             Nothing has been written then.
         """
+        return self.fill_checked(staging, self.check(pairs))
+
+    def fill_checked(self, staging: npt.NDArray[np.uint32], checked: CheckedPairs) -> int:
+        """As :meth:`fill`, for pairs that :meth:`check` has returned."""
         size = 2 + 2 * self._capacity
         if staging.dtype != np.uint32 or staging.shape != (size,) or not staging.flags.c_contiguous:
             raise InvalidConfig(
@@ -295,7 +311,6 @@ class MoveBlocksIndirect(_OnRegions):
                 f"{staging.dtype} of shape {staging.shape}",
                 argument="staging",
             )
-        checked = self.check(pairs)
         end = 2 + 2 * len(checked)
         staging[2:end] = checked.reshape(-1)
         staging[0], staging[1] = len(checked), 0
@@ -431,6 +446,12 @@ class WriteKV(_OnWarps):
         self._block_size = np.uint32(k_pool.shape[1])
         self._halves = np.zeros(1, _HALVES)
 
+    def warm_up(self) -> None:
+        """Launches once without tokens."""
+        nothing = np.uint64(0)
+        args = (nothing, np.uint32(0), self._block_size, *[nothing] * 4, np.zeros(1, _HALVES))
+        self._launch((1,), (self._threads,), args)
+
     def __call__(self, k: Place, v: Place | None, slots: int) -> None:
         """Writes token ``i`` of ``k`` and ``v`` to slot ``slots[i]``, nothing where it is negative.
 
@@ -505,11 +526,11 @@ class ChecksumBlocks(_OnRegions):
         self._launch((grid, min(len(checked), 65535)), (self._threads,), args)
 
 
-def _checked_pairs(pairs: Pairs, storage: Storage) -> npt.NDArray[np.uint32]:
-    """The same pairs as contiguous uint32 [m, 2], after every check of the CPU mover."""
-    checked = _checked(pairs, storage)
+def _checked_pairs(pairs: Pairs, storage: Storage) -> CheckedPairs:
+    """A copy of the pairs, after every check of the CPU mover."""
+    checked = _checked(pairs, storage).copy()
     _core.copy_blocks(_NO_REGIONS, checked, storage.span)  # checks, and copies in no region
-    return checked
+    return CheckedPairs(checked)
 
 
 def _width(*numbers: int) -> int:

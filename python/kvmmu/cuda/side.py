@@ -7,11 +7,14 @@ the life of a step (:mod:`kvmmu.cache`).
 A step is *marked* when it is settled and again when it ends: an event in the stream that is
 current then, behind all that the step has queued. Whoever queues something that steps in flight
 must not see (a copy, new tables) calls :meth:`DeviceSide.follow` first. In the stream that the
-steps themselves run in that says nothing new; in another one it is what keeps them apart.
+steps themselves run in that says nothing new; in another one it is what keeps them apart. It comes
+behind all copies too, since the stream that was current when those were queued may be another.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from ..layout import Layers
 from ..storage import Storage
 from .executor import CUDAMover
 from .launches import Place, WriteKV
-from .streams import Event, Streams
+from .streams import Event, Streams, stream_for_once
 from .tables import DeviceTables
 
 __all__ = ["DeviceSide"]
@@ -61,23 +64,42 @@ class DeviceSide(Bound):
             self._writes.append(WriteKV(kernel, Place.of(k), None if v is None else Place.of(v)))
         self._marks: dict[int, list[Event]] = {}
         self._spare: list[Event] = []
+        # Steps may run in another stream than this: the memory is zeroed, the tables are empty.
+        stream_for_once(self._streams).synchronize()
+        weakref.finalize(self, _wait_for_marks, self._marks, os.getpid())
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
         return self._layers[0].k.device
 
+    def check_stream(self) -> None:
+        """Before anything has changed: raises InvalidConfig if the caller's stream is being
+        captured."""
+        stream_for_once(self._streams)
+
     def mark(self, step: int) -> Event:
         """An event behind all that is queued in the caller's stream by now; kept until
-        :meth:`forget`."""
+        :meth:`forget`.
+
+        Raises:
+            InvalidConfig: the stream is being captured.
+        """
+        stream = stream_for_once(self._streams)
         event = self._spare.pop() if self._spare else self._streams.event("step")
-        self._streams.current().record(event)
+        stream.record(event)
         self._marks.setdefault(step, []).append(event)
         return event
 
     def follow(self) -> None:
-        """What is queued in the caller's stream from now on comes behind every marked step."""
-        current = self._streams.current()
+        """What is queued in the caller's stream from now on comes behind every marked step and
+        every copy.
+
+        Raises:
+            InvalidConfig: the stream is being captured.
+        """
+        current = stream_for_once(self._streams)
+        self.mover.follow()
         for events in self._marks.values():
             for event in events:
                 current.wait(event)
@@ -123,6 +145,8 @@ class DeviceSide(Bound):
     def warm_up(self) -> None:
         """Launches every kernel once without work, and waits."""
         self.tables.warm_up()
+        with self._streams.use(self._streams.current()):
+            self._writes[0].warm_up()
         self.mover.warm_up()
 
     def _source(self, given: Any, own: set[int]) -> Any:
@@ -137,6 +161,14 @@ class DeviceSide(Bound):
         if min(strides, default=0) < 0 or (given.shape[-1] > 1 and strides[-1] != 1):
             return given.contiguous()
         return given
+
+
+def _wait_for_marks(marks: dict[int, list[Event]], process: int) -> None:
+    """Nothing that the device still reads or writes is given back. Not in a forked child."""
+    if os.getpid() == process:
+        for events in marks.values():
+            for event in events:
+                event.synchronize()
 
 
 def halves_of(layer: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..errors import InvalidConfig
 from .launches import Launcher
 
-__all__ = ["Event", "Stream", "Streams", "open_streams"]
+__all__ = ["Event", "Stream", "Streams", "open_streams", "stream_for_once"]
 
 
 class Event(Protocol):
@@ -66,6 +66,11 @@ class Streams(Protocol):
         """The stream that the caller queues its own work in."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether the caller's stream is being captured in a graph: what is queued there does not
+        run now, but with each replay."""
+        ...
+
     def side(self) -> Stream:
         """A stream of high priority that nothing but kvmmu queues in; always the same."""
         ...
@@ -102,6 +107,22 @@ class Streams(Protocol):
         """Queues a copy of page-locked memory to device memory, uint8 tensors of one size. The
         source is read when the copy runs, not now."""
         ...
+
+
+def stream_for_once(streams: Streams) -> Stream:
+    """The caller's stream, for work that is to run once.
+
+    Raises:
+        InvalidConfig: it is being captured. Numbers: ``device``.
+    """
+    if streams.capturing():
+        raise InvalidConfig(
+            f"the current stream of {streams.device} is being captured in a graph, and each "
+            "replay would do this again: allowed there are GraphMoves.launch and KVCache.write, "
+            "the latter when no moves wait for a graph (GraphMoves.flush first)",
+            device=streams.device,
+        )
+    return streams.current()
 
 
 @cache

@@ -22,7 +22,7 @@ from ..bound import Bound
 from ..buffers import Buffers, Csr
 from .executor import Staging
 from .launches import UpdateTables
-from .streams import Streams
+from .streams import Streams, stream_for_once
 
 __all__ = ["DeviceTables"]
 
@@ -118,8 +118,7 @@ class DeviceTables(Bound):
 
     def warm_up(self) -> None:
         """Launches ``update_tables`` once without entries."""
-        stream = self._streams.current()
-        with self._streams.use(stream):
+        with self._streams.use(stream_for_once(self._streams)):
             self._update.warm_up()
 
     # -- within ------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ class DeviceTables(Bound):
             return
         where = np.concatenate([where for where, _ in changes])
         values = np.concatenate([values for _, values in changes])
-        caller = self._streams.current()
+        caller = stream_for_once(self._streams)
         for first in range(0, count, _ENTRIES):
             size = min(_ENTRIES, count - first)
             _, part = self._staging.take()

@@ -109,6 +109,10 @@ class TorchStreams:
                     found = self._lent[raw.cuda_stream] = _Stream(raw)
         return found
 
+    def capturing(self) -> bool:
+        with torch.cuda.device(self._index):
+            return bool(torch.cuda.is_current_stream_capturing())
+
     def side(self) -> Stream:
         return self._side
 
