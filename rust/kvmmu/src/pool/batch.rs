@@ -26,8 +26,10 @@ use super::placement::{End, Zone};
 const LONG: [u32; 2] = [64, 16];
 /// Fewer blocks do not open a whole window.
 const OPENS: u32 = 16;
+/// Windows that a search for one run looks into.
+const LOOKS: u32 = 64;
 /// One window in so many is kept whole.
-const KEPT: u32 = 20;
+pub(crate) const KEPT: u32 = 20;
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Turns up to `n` reserved blocks into runs, appended to `out` by ascending address; returns
@@ -65,19 +67,23 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     ) -> Option<u32> {
         let fits = |first: u32| first + (at.wrapping_sub(first) & (align - 1));
         let room = |spare: u32| {
+            let wanted = n + spare + align - 1;
             for zone in self.zones(zone) {
                 let partial = self.partial(&zone);
-                let end = (partial.end * Self::WINDOW).min(self.span);
-                let mut from = partial.start * Self::WINDOW;
-                let mut looks = 8 + n / 64;
-                let wanted = n + spare + align - 1;
-                while let Some(run) = self.find_run_near(wanted, from..end, &mut looks) {
-                    let first = fits(run);
-                    if self.take_range(first..first + n) {
-                        return Some(first);
+                let found = match self.small_from {
+                    End::High if wanted <= Self::WINDOW => {
+                        self.room_from_above(wanted, partial, &|run| {
+                            let first = fits(run);
+                            self.take_range(first..first + n).then_some(first)
+                        })
                     }
-                    // Taken meanwhile, or credits that are on their way.
-                    from = run + 1;
+                    _ => self.room_from_below(wanted, partial, &|run| {
+                        let first = fits(run);
+                        self.take_range(first..first + n).then_some(first)
+                    }),
+                };
+                if found.is_some() {
+                    return found;
                 }
             }
             None
@@ -108,6 +114,53 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         }
         room(0)
+    }
+
+    /// The lowest run of a length in some windows that can be taken.
+    fn room_from_below(
+        &self,
+        wanted: u32,
+        windows: Range<u32>,
+        take: &dyn Fn(u32) -> Option<u32>,
+    ) -> Option<u32> {
+        let end = (windows.end * Self::WINDOW).min(self.span);
+        let mut from = windows.start * Self::WINDOW;
+        let mut looks = 8 + wanted / 64;
+        while let Some(run) = self.find_run_near(wanted, from..end, &mut looks) {
+            if let Some(first) = take(run) {
+                return Some(first);
+            }
+            // Taken meanwhile, or credits that are on their way.
+            from = run + 1;
+        }
+        None
+    }
+
+    /// A run of a length within the highest window that has one and where it can be taken.
+    fn room_from_above(
+        &self,
+        wanted: u32,
+        windows: Range<u32>,
+        take: &dyn Fn(u32) -> Option<u32>,
+    ) -> Option<u32> {
+        // A run has an aligned page of half its length inside.
+        let order = wanted.div_ceil(2).ilog2().min(Self::HUGE - 1);
+        let index = match order {
+            0 => &self.open,
+            order => &self.may[order as usize - 1],
+        };
+        let looks = std::cell::Cell::new(LOOKS);
+        let look = |window: u32| {
+            looks.set(looks.get() - 1);
+            let end = ((window + 1) * Self::WINDOW).min(self.span);
+            let mut one = 1;
+            let run = self.find_run_near(wanted, window * Self::WINDOW..end, &mut one);
+            match run.and_then(take) {
+                Some(first) => Some(Some(first)),
+                None => (looks.get() == 0).then_some(None),
+            }
+        };
+        index.find_map(windows, End::High, look).flatten()
     }
 
     /// The windows of a zone before the first whole one, seen from the end where small claims go.

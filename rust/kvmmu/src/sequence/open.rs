@@ -3,7 +3,7 @@
 use super::place::Part;
 use crate::config::PageOrders;
 use crate::error::{Error, Result};
-use crate::pool::Zone;
+use crate::pool::{KEPT, Zone};
 use crate::prefix::Keys;
 use crate::state::{Mmu, NONE, Sequence, Shared, id, runs_behind};
 use crate::stats::count;
@@ -181,7 +181,11 @@ impl Mmu {
         for run in runs(&matched) {
             self.retain_range(&mut shared, run);
         }
-        self.make_windows(&mut shared, part.regions());
+        if part.regions() > 0 {
+            // And as many more as no run may open: else single blocks would soon lie in each.
+            let kept = self.config.num_blocks / 512 / KEPT;
+            self.make_windows(&mut shared, part.regions() + kept);
+        }
         let mut fresh = Vec::with_capacity(part.n as usize);
         let placed = self.reserve(&shared, part.n, 0).and_then(|reserved| {
             let mut claim = self.complete(reserved, Some(&mut shared));
