@@ -213,9 +213,11 @@ impl Rows {
         if from + 1 == blocks {
             entries[from as usize] = sequence.last as i32;
         } else if from < blocks {
-            let mapped = mmu.table.blocks(sequence.space, from, blocks);
-            for (entry, block) in entries[from as usize..].iter_mut().zip(mapped) {
-                *entry = block as i32;
+            let mut rest = &mut entries[from as usize..blocks as usize];
+            for leaf in mmu.table.leaves(sequence.space, from, blocks) {
+                let (here, tail) = rest.split_at_mut(leaf.len());
+                leaf.write_to(here);
+                rest = tail;
             }
         }
         if stale > blocks {

@@ -280,6 +280,27 @@ impl Table {
         pte.block()
     }
 
+    /// What maps `from..to`, all mapped, in order, each leaf table visited once.
+    pub(crate) fn leaves(
+        &self,
+        space: Space,
+        from: u32,
+        to: u32,
+    ) -> impl Iterator<Item = Leaf<'_>> {
+        let mut at = from;
+        std::iter::from_fn(move || {
+            if at >= to {
+                return None;
+            }
+            let node = self.load(space.0, at / FANOUT).block();
+            let end = to.min((at / FANOUT + 1) * FANOUT);
+            let start = node as usize * FANOUT as usize + (at % FANOUT) as usize;
+            let leaf = Leaf(&self.entries[start..start + (end - at) as usize]);
+            at = end;
+            Some(leaf)
+        })
+    }
+
     /// Physical blocks of `from..to`, all mapped, each leaf table visited once.
     pub(crate) fn blocks(
         &self,
@@ -287,20 +308,31 @@ impl Table {
         from: u32,
         to: u32,
     ) -> impl Iterator<Item = u32> + '_ {
-        (from / FANOUT..to.div_ceil(FANOUT)).flat_map(move |upper| {
-            let base = upper * FANOUT;
-            let node = if from < to {
-                self.load(space.0, upper).block()
-            } else {
-                0
-            };
-            let start = node as usize * FANOUT as usize;
-            let (low, high) = (from.max(base) - base, to.min(base + FANOUT) - base);
-            // Acquire: as in `load`.
-            self.entries[start + low as usize..start + high as usize]
-                .iter()
-                .map(|entry| Pte(entry.load(Ordering::Acquire)).block())
-        })
+        self.leaves(space, from, to).flat_map(Leaf::blocks)
+    }
+}
+
+/// What one leaf table says about consecutive logical blocks, all mapped.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Leaf<'a>(&'a [AtomicU64]);
+
+impl<'a> Leaf<'a> {
+    /// Blocks that it maps.
+    pub(crate) fn len(self) -> usize {
+        self.0.len()
+    }
+
+    /// Their physical blocks, in order.
+    pub(crate) fn blocks(self) -> impl Iterator<Item = u32> + 'a {
+        // Acquire: as in `Table::load`.
+        (self.0.iter()).map(|entry| Pte(entry.load(Ordering::Acquire)).block())
+    }
+
+    /// The same, into a row of a table that kernels read, of as many entries.
+    pub(crate) fn write_to(self, row: &mut [i32]) {
+        for (entry, block) in row.iter_mut().zip(self.blocks()) {
+            *entry = block as i32;
+        }
     }
 }
 
