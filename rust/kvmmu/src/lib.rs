@@ -66,7 +66,10 @@ pub use config::{Config, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MA
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
 pub use prefix::Keys;
-pub use sequence::{Lease, Quote, RowBuffers, Rows, Tables, When};
+pub use sequence::{
+    Cascade, CascadeLevel, CascadeSizes, DirtyRow, Lease, Quote, RowBuffers, Rows, Tables, Unit,
+    When,
+};
 pub use state::{Mmu, SequenceInfo};
 pub use stats::StatsReading;
 pub use validate::Broken;

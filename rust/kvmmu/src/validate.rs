@@ -351,8 +351,8 @@ impl Mmu {
     fn check_rows(&self, rows: &Rows, buffers: &RowBuffers<'_>) -> Check {
         let (width, null) = rows.layout();
         let mut holding: HashMap<usize, usize> = HashMap::new();
-        for (row, id, version, blocks, tokens) in rows.held() {
-            holding.insert(row, blocks as usize);
+        for (row, id, version, entries, tokens) in rows.held() {
+            holding.insert(row, entries as usize);
             let length = buffers.seq_lens[row];
             ensure!(
                 length == tokens,
@@ -366,12 +366,21 @@ impl Mmu {
             if !current {
                 continue; // closed, or changed since: the next export will write it
             }
-            let mapped = self.table.blocks(seq.space, 0, blocks);
-            for (at, block) in mapped.enumerate() {
-                let entry = buffers.block_table[row * width + at];
+            for at in 0..entries {
+                let wanted = rows.entry(at, |index| self.table.block(seq.space, index));
+                let entry = buffers.block_table[row * width + at as usize];
                 ensure!(
-                    entry == block as i32,
-                    "row {row}, entry {at} says {entry}, the page table {block}"
+                    entry == wanted,
+                    "row {row}, entry {at} says {entry}, the page table {wanted}"
+                );
+            }
+            // As far as the row's length: what lies behind may have been appended since.
+            let mut look = rows.page_check();
+            for index in 0..self.blocks_for(tokens as u32) {
+                let fits = look(index, self.table.block(seq.space, index));
+                ensure!(
+                    fits.is_ok(),
+                    "row {row} has pages, logical block {index} does not lie in one"
                 );
             }
         }
@@ -388,7 +397,7 @@ impl Mmu {
                 .position(|&entry| entry != null as i32);
             ensure!(
                 stale.is_none(),
-                "row {row} holds {used} blocks, an entry behind them is not the null block"
+                "row {row} holds {used} entries, an entry behind them is not the null block"
             );
             ensure!(
                 row < rows.num_rows() || buffers.seq_lens[row] == 0,

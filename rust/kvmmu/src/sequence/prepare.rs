@@ -6,6 +6,7 @@ use super::write::Row;
 use crate::error::{Error, Result};
 use crate::pool::{Fit, Zone};
 use crate::state::{Entry, Mmu, Shared};
+use crate::stats::count;
 use crate::sync::MutexGuard;
 
 impl Mmu {
@@ -18,6 +19,10 @@ impl Mmu {
     ///
     /// Returns the copies (source, destination) to carry out before the step, and even if it is
     /// cancelled.
+    ///
+    /// Rows of pages: [`Error::Scattered`] if a row would not lie in whole pages. Where new blocks
+    /// come to lie is known only when they have been claimed, so cached blocks may have been evicted
+    /// for a call that is refused; nothing else has changed.
     pub fn prepare(
         &self,
         step: u64,
@@ -49,15 +54,19 @@ impl Mmu {
         let (mut shared, fresh, mut steps) = match claimed {
             Ok(claimed) => claimed,
             Err(error) => {
-                for row in &batch[..done] {
-                    let (from, to) = self.growth(row);
-                    self.table.trim(row.sequence.space, from, to);
-                }
+                self.trim(&batch[..done]);
                 return Err(error);
             }
         };
+        if let Err(error) = self.check_new_pages(&batch, &fresh, rows) {
+            self.pool.give(&fresh);
+            count(&self.stats.freed_blocks, fresh.len());
+            self.trim(&batch);
+            return Err(error);
+        }
 
         // From here on nothing fails.
+        rows.begin();
         let mut copies = Vec::new();
         let (mut fresh, mut tokens) = (&fresh[..], new_tokens);
         let step_state = steps.get(step).expect("checked by the claim");
@@ -128,10 +137,11 @@ impl Mmu {
             };
             let (slot, sequence) = self.sequence(id)?;
             let from = sequence.scheduled;
-            let blocks = self.checked_blocks(from, query as usize)?;
-            rows.check_width(blocks.max(self.blocks_for(sequence.tokens)))?;
+            self.checked_blocks(from, query as usize)?;
             let to = from + query;
             let tokens_after = to.max(sequence.tokens);
+            rows.check_width(tokens_after)?;
+            rows.check_pages(self, i, (id, &sequence), &[], &[])?;
             batch.push(Row {
                 id,
                 slot,
@@ -153,7 +163,28 @@ impl Mmu {
         )
     }
 
-    /// Everything that can fail: table nodes (`done` counts the rows that have theirs), the step,
+    /// Undoes the reservation of table nodes.
+    fn trim(&self, batch: &[Row<'_>]) {
+        for row in batch {
+            let (from, to) = self.growth(row);
+            self.table.trim(row.sequence.space, from, to);
+        }
+    }
+
+    /// Rows of pages: refuses a batch one of whose claimed blocks is not where a page needs it.
+    fn check_new_pages(&self, batch: &[Row<'_>], fresh: &[u32], rows: &Rows) -> Result<()> {
+        let mut rest = fresh;
+        for (i, row) in batch.iter().enumerate() {
+            let (from, to) = self.growth(row);
+            let copies = row.writes.iter().filter(|write| write.2).count();
+            let (own, others) = rest.split_at(copies + (to - from) as usize);
+            rest = others;
+            rows.check_pages(self, i, (row.id, &row.sequence), &row.writes, own)?;
+        }
+        Ok(())
+    }
+
+    /// Everything else that can fail: table nodes (`done` counts the rows that have theirs), the step,
     /// the blocks.
     #[allow(clippy::type_complexity)]
     fn claim_for<'a>(
@@ -196,9 +227,11 @@ impl Mmu {
         let mut sequences = Vec::with_capacity(ids.len());
         for &id in ids {
             let (_, sequence) = self.sequence(id)?;
-            rows.check_width(self.blocks_for(sequence.tokens))?;
+            rows.check_width(sequence.tokens)?;
+            rows.check_pages(self, sequences.len(), (id, &sequence), &[], &[])?;
             sequences.push(sequence);
         }
+        rows.begin();
         for (i, (&id, sequence)) in ids.iter().zip(&sequences).enumerate() {
             rows.write(self, i, id, sequence, buffers);
         }
