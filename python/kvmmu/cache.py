@@ -257,8 +257,8 @@ class Batch(Bound):
 
     Attributes:
         sequences: int64 [B], ids.
-        block_table: int32 [B, W], physical blocks (kernel blocks, pages: as the cache was made), the
-            null entry behind each row's.
+        block_table: int32 [B, W], physical blocks (or kernel blocks, or pages, as the cache was
+            made), the null entry behind each row's.
         seq_lens: int32 [B], tokens of each row including this step's.
         query_start_loc: int32 [B + 1], where each row's tokens begin.
         slot_mapping: int64 [T], block * block_size + offset of each token of the step.

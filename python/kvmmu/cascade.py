@@ -1,7 +1,7 @@
 """Rows that begin with the same blocks, as two levels for cascade attention.
 
-What lives here: :func:`prefix_groups` and the arrays that it fills. What never lives here: which rows
-form a group (the core, ``sequence/cascade.rs``), attention.
+What lives here: :func:`prefix_groups` and the arrays that it fills. What never lives here: which
+rows form a group (the core, ``sequence/cascade.rs``), attention.
 
 The form is that of FlashInfer's ``MultiLevelCascadeAttentionWrapper`` with two levels (Ye et al.,
 "Cascade Inference", 2024): level 0 reads what a group of neighbouring rows shares once for all of
@@ -55,8 +55,8 @@ class PrefixGroups:
     """A batch as groups of neighbouring rows that share a physical prefix."""
 
     row_indptr: Ints
-    """int32 [G + 1]: where the rows of each group begin. A row that shares nothing with a neighbour is
-    a group of its own, without entries in level 0."""
+    """int32 [G + 1]: where the rows of each group begin. A row that shares nothing with a neighbour
+    is a group of its own, without entries in level 0."""
     shared: CascadeLevel
     """Level 0: what all rows of a group begin with. Needs no causal mask: it ends before the step's
     first token in each of them, and holds full entries only."""
@@ -89,15 +89,15 @@ def prefix_groups(
 ) -> PrefixGroups:
     """Groups the rows of the last ``prepare`` by what they share.
 
-    Neighbouring rows form a group where they begin with the same physical blocks, at least one entry
-    of ``block_table`` whose tokens are all scheduled before this step in each of them. The groups
-    are cut so that the entries that need not be read again are the most there can be; rows that are to
-    share must stand next to each other. Moving a sequence's blocks changes ``kv_indices`` only.
+    Neighbouring rows form a group where they begin with the same physical blocks: at least one
+    entry of ``block_table`` whose tokens were all scheduled before this step in each of them. The
+    groups are cut so that the entries that need not be read again are the most there can be; rows
+    that are to share must stand next to each other. Moves change ``kv_indices`` only.
 
     Args:
         batch: registered tables, or a ``Batch`` of a ``KVCache``.
-        out: arrays to write into, large enough (see :meth:`PrefixGroups.allocate`); what lies behind
-            the result in them is untouched. Default: new ones.
+        out: arrays to write into, large enough (see :meth:`PrefixGroups.allocate`); what lies
+            behind the result in them is untouched. Default: new ones.
 
     Returns:
         views of ``out``, cut to what was written.
