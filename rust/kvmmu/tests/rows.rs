@@ -158,7 +158,7 @@ impl World {
 
     /// Some sequences for one set of buffers; as a rule those that lie in its pages.
     fn some(&self, form: u8, choices: &[u8]) -> (usize, Vec<i64>) {
-        let any = form % 4 == 0;
+        let any = form.is_multiple_of(4);
         let form = form as usize / 4 % self.forms.len();
         let mut ids = Vec::new();
         for &choice in choices {
@@ -650,7 +650,7 @@ fn an_append_that_misses_the_page_is_told_by_the_next_export_and_prepare() {
                 mmu.open(&[1], Keys::default()).unwrap();
             }
             let first = mmu.open(&[1; 12], Keys::default()).unwrap();
-            let aligned = mmu.block_table(first).unwrap()[0] % 4 == 0;
+            let aligned = mmu.block_table(first).unwrap()[0].is_multiple_of(4);
             aligned.then_some((mmu, first))
         })
         .unwrap();
@@ -719,7 +719,7 @@ fn a_prepare_into_pages_grows_in_place_and_refuses_to_copy_elsewhere() {
     let open = |n| mmu.open(&[1; 7][..n], Keys::default()).unwrap();
     let parent = ([7, 1, 7].into_iter().map(open))
         .filter(|&id| mmu.block_table(id).unwrap().len() == 2)
-        .find(|&id| mmu.block_table(id).unwrap()[0] % 2 == 0)
+        .find(|&id| mmu.block_table(id).unwrap()[0].is_multiple_of(2))
         .unwrap();
     let step = |query: i32, rows: &mut Rows, tables: &mut Tables| {
         let step = mmu.begin_step();

@@ -282,43 +282,45 @@ impl Rows {
             return Ok(());
         }
         let mapped = mmu.blocks_for(sequence.tokens);
-        let mut copies = (writes.iter().filter(|write| write.2))
+        let mut copies = (writes.iter())
+            .filter(|write| write.2)
             .map(|write| write.0)
             .peekable();
-        let (own, grown) = fresh.split_at(copies.clone().count().min(fresh.len()));
+        let copied = copies.clone().count().min(fresh.len());
+        let (own, grown) = fresh.split_at(copied);
+        let end = mapped + grown.len() as u32;
+        let scattered = |index: u32, in_place: u32| {
+            let group = index >> order;
+            Error::Scattered {
+                sequence: id,
+                group,
+                order,
+                needed: (end - (group << order)).min(1 << order),
+                in_place,
+                available: mmu.states().available,
+                num_blocks: mmu.config.num_blocks,
+            }
+        };
         // The last page that is known to be one may have grown since.
-        let known = self.kept(
-            row,
-            id,
-            sequence.version,
-            self.format.entries(sequence.tokens),
-        );
-        let first = known.saturating_sub(1) << order;
+        let entries = self.format.entries(sequence.tokens);
+        let known = self.kept(row, id, sequence.version, entries);
+        let known = known.saturating_sub(1) << order;
         let first = copies
             .peek()
-            .map_or(first, |&copy| first.min(copy >> order << order));
-        let mut own = own.iter();
-        let old = (first..).zip(mmu.table.blocks(sequence.space, first, mapped));
-        let old = old.map(|(index, block)| match copies.next_if_eq(&index) {
-            Some(_) => (index, own.next().copied().unwrap_or(block)),
-            None => (index, block),
-        });
-        let new = (mapped..).zip(grown.iter().copied());
-        let end = mapped + grown.len() as u32;
+            .map_or(known, |&copy| known.min(copy >> order << order));
         let mut look = self.format.pages();
-        for (index, block) in old.chain(new) {
-            if let Err(in_place) = look(index, block) {
-                let group = index >> order;
-                return Err(Error::Scattered {
-                    sequence: id,
-                    group,
-                    order,
-                    needed: (end - (group << order)).min(1 << order),
-                    in_place,
-                    available: mmu.states().available,
-                    num_blocks: mmu.config.num_blocks,
-                });
+        let (mut index, mut own) = (first, own.iter());
+        for leaf in mmu.table.leaves(sequence.space, first, mapped) {
+            for block in leaf.blocks() {
+                let copy = copies.next_if_eq(&index).and_then(|_| own.next());
+                let block = copy.map_or(block, |&copy| copy);
+                look(index, block).map_err(|in_place| scattered(index, in_place))?;
+                index += 1;
             }
+        }
+        for &block in grown {
+            look(index, block).map_err(|in_place| scattered(index, in_place))?;
+            index += 1;
         }
         Ok(())
     }

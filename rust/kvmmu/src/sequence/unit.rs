@@ -127,39 +127,49 @@ impl Format {
     /// Writes the entries of a row from `from` on; `row` ends behind the last. Where blocks have parts,
     /// all of the first block's are written.
     pub(super) fn write(&self, mmu: &Mmu, sequence: &Sequence, from: u32, row: &mut [i32]) {
-        let entries = row.len() as u32;
-        let mapped = mmu.blocks_for(sequence.tokens);
-        let first = self.block_of(from);
-        let row = &mut row[(from / self.parts * self.parts) as usize..];
-        if self.order == 0 && first + 1 == mapped {
+        let (first, end) = (self.block_of(from), mmu.blocks_for(sequence.tokens));
+        let mut rest = &mut row[(from / self.parts * self.parts) as usize..];
+        if first + 1 == end {
             // Decoding: one block is new, and it is known without a walk.
-            self.write_parts(row, std::iter::once(sequence.last));
-        } else if self.order > 0 {
-            let blocks = mmu.table.blocks(sequence.space, first, mapped);
-            for (entry, block) in row.iter_mut().zip(blocks.step_by(1 << self.order)) {
-                *entry = (block >> self.order) as i32;
+            return self.write_blocks(first, std::iter::once(sequence.last), rest);
+        }
+        let mut at = first;
+        for leaf in mmu.table.leaves(sequence.space, first, end) {
+            let next = at + leaf.len() as u32;
+            let entries = if self.order == 0 {
+                leaf.len() * self.parts as usize
+            } else {
+                (next.div_ceil(1 << self.order) - at.div_ceil(1 << self.order)) as usize
+            };
+            let (here, tail) = rest.split_at_mut(entries.min(rest.len()));
+            match (self.parts, self.order) {
+                (1, 0) => leaf.write_to(here),
+                _ => self.write_blocks(at, leaf.blocks(), here),
             }
-        } else {
-            let mut rest = row;
-            for leaf in mmu
-                .table
-                .leaves(sequence.space, first, entries.div_ceil(self.parts))
-            {
-                let (here, tail) =
-                    rest.split_at_mut(rest.len().min(leaf.len() * self.parts as usize));
-                match self.parts {
-                    1 => leaf.write_to(here),
-                    _ => self.write_parts(here, leaf.blocks()),
-                }
-                rest = tail;
-            }
+            (at, rest) = (next, tail);
         }
     }
 
-    fn write_parts(&self, row: &mut [i32], blocks: impl Iterator<Item = u32>) {
-        for (entries, block) in row.chunks_mut(self.parts as usize).zip(blocks) {
-            for (entry, part) in entries.iter_mut().zip(block * self.parts..) {
-                *entry = part as i32;
+    /// Writes what stands for consecutive logical blocks, of which `at` is the first.
+    fn write_blocks(&self, at: u32, blocks: impl Iterator<Item = u32>, row: &mut [i32]) {
+        match self.parts {
+            1 => {
+                // The first block of each page.
+                let size = 1usize << self.order;
+                let skip = (at as usize).next_multiple_of(size) - at as usize;
+                for (entry, block) in row.iter_mut().zip(blocks.skip(skip).step_by(size)) {
+                    *entry = (block >> self.order) as i32;
+                }
+            }
+            // The usual ones with a length that the compiler knows.
+            2 => write_parts::<2>(blocks, row),
+            4 => write_parts::<4>(blocks, row),
+            8 => write_parts::<8>(blocks, row),
+            16 => write_parts::<16>(blocks, row),
+            parts => {
+                for (entries, block) in row.chunks_mut(parts as usize).zip(blocks) {
+                    write_from(block * parts, entries);
+                }
             }
         }
     }
@@ -169,17 +179,39 @@ impl Format {
     /// anywhere, but begins and continues like any other.
     pub(super) fn pages(&self) -> impl FnMut(u32, u32) -> std::result::Result<(), u32> + use<> {
         let (order, pages) = (self.order, self.pages);
-        let mut start = 0;
+        let mut next = 0;
         move |index, block| {
             let place = index & ((1 << order) - 1);
             let fits = if place == 0 {
-                start = block;
                 block.is_multiple_of(1 << order) && block >> order < pages
             } else {
-                block == start + place
+                block == next
             };
-            fits.then_some(()).ok_or(place)
+            next = block + 1;
+            if fits { Ok(()) } else { Err(place) }
         }
+    }
+}
+
+/// Numbers from `first` on. They fit: the largest was looked at when the unit was checked.
+fn write_from(first: u32, entries: &mut [i32]) {
+    for (i, entry) in (0u32..).zip(entries) {
+        *entry = first.wrapping_add(i) as i32;
+    }
+}
+
+/// `PARTS` entries of each block; fewer of the last.
+fn write_parts<const PARTS: usize>(mut blocks: impl Iterator<Item = u32>, row: &mut [i32]) {
+    let mut chunks = row.chunks_exact_mut(PARTS);
+    for entries in &mut chunks {
+        let Some(block) = blocks.next() else { return };
+        let first = block.wrapping_mul(PARTS as u32);
+        for (i, entry) in entries.iter_mut().enumerate() {
+            *entry = first.wrapping_add(i as u32) as i32;
+        }
+    }
+    if let Some(block) = blocks.next() {
+        write_from(block.wrapping_mul(PARTS as u32), chunks.into_remainder());
     }
 }
 
