@@ -377,7 +377,7 @@ impl Mmu {
             // As far as the row's length: what lies behind may have been appended since.
             let mut look = rows.page_check();
             for index in 0..self.blocks_for(tokens as u32) {
-                let fits = look(index, self.table.block(seq.space, index));
+                let fits = look.block(index, self.table.block(seq.space, index));
                 ensure!(
                     fits.is_ok(),
                     "row {row} has pages, logical block {index} does not lie in one"

@@ -6,7 +6,7 @@
 //! What lives here: rows, lengths and slots, what the last call wrote, and the CSR. What never lives
 //! here: what an entry means (`unit`), groups of rows (`cascade`).
 
-use super::unit::{Format, Unit};
+use super::unit::{Format, PageCheck, Unit};
 use crate::error::{Error, Result};
 use crate::state::{Mmu, NONE, Sequence};
 
@@ -311,15 +311,23 @@ impl Rows {
         let mut look = self.format.pages();
         let (mut index, mut own) = (first, own.iter());
         for leaf in mmu.table.leaves(sequence.space, first, mapped) {
+            if copies.peek().is_none() {
+                look.leaf(index, leaf)
+                    .map_err(|(index, in_place)| scattered(index, in_place))?;
+                index += leaf.len() as u32;
+                continue;
+            }
             for block in leaf.blocks() {
                 let copy = copies.next_if_eq(&index).and_then(|_| own.next());
                 let block = copy.map_or(block, |&copy| copy);
-                look(index, block).map_err(|in_place| scattered(index, in_place))?;
+                look.block(index, block)
+                    .map_err(|in_place| scattered(index, in_place))?;
                 index += 1;
             }
         }
         for &block in grown {
-            look(index, block).map_err(|in_place| scattered(index, in_place))?;
+            look.block(index, block)
+                .map_err(|in_place| scattered(index, in_place))?;
             index += 1;
         }
         Ok(())
@@ -489,11 +497,8 @@ impl Rows {
         self.format.entry_at(at, block(self.format.block_of(at))) as i32
     }
 
-    /// Looks at the blocks of a sequence in order, for checking: an error at the first that is not
-    /// where a page needs it.
-    pub(crate) fn page_check(
-        &self,
-    ) -> impl FnMut(u32, u32) -> std::result::Result<(), u32> + use<> {
+    /// Looks at the blocks of a sequence in order, for checking.
+    pub(crate) fn page_check(&self) -> PageCheck {
         self.format.pages()
     }
 

@@ -6,6 +6,7 @@
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::state::{Mmu, Sequence};
+use crate::table::Leaf;
 
 /// Largest order of a page: 512 blocks, a node of the page table.
 const MAX_ORDER: u32 = 9;
@@ -131,7 +132,7 @@ impl Format {
         let mut rest = &mut row[(from / self.parts * self.parts) as usize..];
         if first + 1 == end {
             // Decoding: one block is new, and it is known without a walk.
-            return self.write_blocks(first, std::iter::once(sequence.last), rest);
+            return self.write_blocks(std::iter::once(sequence.last), rest);
         }
         let mut at = first;
         for leaf in mmu.table.leaves(sequence.space, first, end) {
@@ -144,20 +145,22 @@ impl Format {
             let (here, tail) = rest.split_at_mut(entries.min(rest.len()));
             match (self.parts, self.order) {
                 (1, 0) => leaf.write_to(here),
-                _ => self.write_blocks(at, leaf.blocks(), here),
+                (1, order) => {
+                    let size = 1usize << order;
+                    let skip = (at as usize).next_multiple_of(size) - at as usize;
+                    self.write_blocks(leaf.every(skip, size), here);
+                }
+                _ => self.write_blocks(leaf.blocks(), here),
             }
             (at, rest) = (next, tail);
         }
     }
 
-    /// Writes what stands for consecutive logical blocks, of which `at` is the first.
-    fn write_blocks(&self, at: u32, blocks: impl Iterator<Item = u32>, row: &mut [i32]) {
+    /// Writes what stands for blocks that follow one another, or for pages that begin with them.
+    fn write_blocks(&self, blocks: impl Iterator<Item = u32>, row: &mut [i32]) {
         match self.parts {
             1 => {
-                // The first block of each page.
-                let size = 1usize << self.order;
-                let skip = (at as usize).next_multiple_of(size) - at as usize;
-                for (entry, block) in row.iter_mut().zip(blocks.skip(skip).step_by(size)) {
+                for (entry, block) in row.iter_mut().zip(blocks) {
                     *entry = (block >> self.order) as i32;
                 }
             }
@@ -174,22 +177,61 @@ impl Format {
         }
     }
 
-    /// Looks at blocks one after the other, from the first block of a page on. `Err`: the blocks of
-    /// their page that are in place, when the next one is not. A page that is not full may end
-    /// anywhere, but begins and continues like any other.
-    pub(super) fn pages(&self) -> impl FnMut(u32, u32) -> std::result::Result<(), u32> + use<> {
-        let (order, pages) = (self.order, self.pages);
-        let mut next = 0;
-        move |index, block| {
-            let place = index & ((1 << order) - 1);
-            let fits = if place == 0 {
-                block.is_multiple_of(1 << order) && block >> order < pages
-            } else {
-                block == next
-            };
-            next = block + 1;
-            if fits { Ok(()) } else { Err(place) }
+    /// Looks whether blocks lie in pages, from the first block of one on.
+    pub(crate) fn pages(&self) -> PageCheck {
+        PageCheck {
+            order: self.order,
+            pages: self.pages,
+            next: 0,
         }
+    }
+}
+
+/// Looks at the blocks of a sequence one after the other. A page that is not full may end anywhere,
+/// but begins and continues like any other.
+#[derive(Debug)]
+pub(crate) struct PageCheck {
+    order: u32,
+    pages: u32,
+    /// Where the next block must be, within a page.
+    next: u32,
+}
+
+impl PageCheck {
+    /// The next logical block, `index`. `Err`: it is not in place; the blocks of its page that are.
+    pub(crate) fn block(&mut self, index: u32, block: u32) -> std::result::Result<(), u32> {
+        let place = index & ((1 << self.order) - 1);
+        let fits = match place {
+            0 => self.begins(block),
+            _ => block == self.next,
+        };
+        self.next = block + 1;
+        if fits { Ok(()) } else { Err(place) }
+    }
+
+    fn begins(&self, block: u32) -> bool {
+        block.is_multiple_of(1 << self.order) && block >> self.order < self.pages
+    }
+
+    /// The next logical blocks, from `at` on. `Err`: the first that is not in place, and the blocks of
+    /// its page that are.
+    pub(super) fn leaf(&mut self, at: u32, leaf: Leaf<'_>) -> std::result::Result<(), (u32, u32)> {
+        let size = 1 << self.order;
+        let mut index = at;
+        for group in leaf.groups(size) {
+            let (first, runs) = group.run();
+            if runs && self.begins(first) && (index as usize).is_multiple_of(size) {
+                self.next = first + group.len() as u32;
+                index += group.len() as u32;
+                continue;
+            }
+            for block in group.blocks() {
+                self.block(index, block)
+                    .map_err(|in_place| (index, in_place))?;
+                index += 1;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -203,15 +245,16 @@ fn write_from(first: u32, entries: &mut [i32]) {
 /// `PARTS` entries of each block; fewer of the last.
 fn write_parts<const PARTS: usize>(mut blocks: impl Iterator<Item = u32>, row: &mut [i32]) {
     let mut chunks = row.chunks_exact_mut(PARTS);
-    for entries in &mut chunks {
-        let Some(block) = blocks.next() else { return };
+    // `chunks` first: it must not cost a block when it ends.
+    for (entries, block) in (&mut chunks).zip(&mut blocks) {
         let first = block.wrapping_mul(PARTS as u32);
-        for (i, entry) in entries.iter_mut().enumerate() {
+        for (i, entry) in entries.iter_mut().enumerate().take(PARTS) {
             *entry = first.wrapping_add(i as u32) as i32;
         }
     }
-    if let Some(block) = blocks.next() {
-        write_from(block.wrapping_mul(PARTS as u32), chunks.into_remainder());
+    let rest = chunks.into_remainder();
+    if let (false, Some(block)) = (rest.is_empty(), blocks.next()) {
+        write_from(block.wrapping_mul(PARTS as u32), rest);
     }
 }
 

@@ -328,6 +328,27 @@ impl<'a> Leaf<'a> {
         (self.0.iter()).map(|entry| Pte(entry.load(Ordering::Acquire)).block())
     }
 
+    /// Every `step`th of them, from `skip` on: the others are not looked at.
+    pub(crate) fn every(self, skip: usize, step: usize) -> impl Iterator<Item = u32> + 'a {
+        // Acquire: as in `Table::load`.
+        (self.0.iter().skip(skip).step_by(step))
+            .map(|entry| Pte(entry.load(Ordering::Acquire)).block())
+    }
+
+    /// The same in groups of `size`, the last one as long as it is.
+    pub(crate) fn groups(self, size: usize) -> impl Iterator<Item = Leaf<'a>> {
+        self.0.chunks(size).map(Leaf)
+    }
+
+    /// Whether its blocks follow one another, and the first of them.
+    pub(crate) fn run(self) -> (u32, bool) {
+        let first = self.blocks().next().unwrap_or(0);
+        let differ = (0u32..).zip(self.blocks()).fold(0, |differ, (i, block)| {
+            differ | (block ^ first.wrapping_add(i))
+        });
+        (first, differ == 0)
+    }
+
     /// The same, into a row of a table that kernels read, of as many entries.
     pub(crate) fn write_to(self, row: &mut [i32]) {
         // Eight at a time: atomics are not loaded together, but the end is looked for once.
