@@ -141,7 +141,9 @@ impl Mmu {
             let to = from + query;
             let tokens_after = to.max(sequence.tokens);
             rows.check_width(tokens_after)?;
-            rows.check_pages(self, i, (id, &sequence), &[], &[])?;
+            if rows.has_pages() {
+                rows.check_pages(self, i, (id, &sequence), &[], &[])?;
+            }
             batch.push(Row {
                 id,
                 slot,
@@ -173,6 +175,9 @@ impl Mmu {
 
     /// Rows of pages: refuses a batch one of whose claimed blocks is not where a page needs it.
     fn check_new_pages(&self, batch: &[Row<'_>], fresh: &[u32], rows: &Rows) -> Result<()> {
+        if !rows.has_pages() {
+            return Ok(());
+        }
         let mut rest = fresh;
         for (i, row) in batch.iter().enumerate() {
             let (from, to) = self.growth(row);
@@ -228,7 +233,9 @@ impl Mmu {
         for &id in ids {
             let (_, sequence) = self.sequence(id)?;
             rows.check_width(sequence.tokens)?;
-            rows.check_pages(self, sequences.len(), (id, &sequence), &[], &[])?;
+            if rows.has_pages() {
+                rows.check_pages(self, sequences.len(), (id, &sequence), &[], &[])?;
+            }
             sequences.push(sequence);
         }
         rows.begin();

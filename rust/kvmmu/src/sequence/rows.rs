@@ -266,8 +266,12 @@ impl Rows {
         if same { held.entries } else { 0 }
     }
 
-    /// Refuses a sequence that does not lie in whole pages, where entries are pages. `writes` are
-    /// the blocks (logical, physical, copy first) that a call is about to write, and `fresh` those
+    /// Entries are pages: rows must pass [`Rows::check_pages`].
+    pub(super) fn has_pages(&self) -> bool {
+        self.format.order > 0
+    }
+
+    /// Refuses a sequence that does not lie in whole pages. `writes` are the blocks (logical, physical, copy first) that a call is about to write, and `fresh` those
     /// that it has claimed for copies and then for growth.
     pub(super) fn check_pages(
         &self,
@@ -278,9 +282,6 @@ impl Rows {
         fresh: &[u32],
     ) -> Result<()> {
         let order = self.format.order;
-        if order == 0 {
-            return Ok(());
-        }
         let mapped = mmu.blocks_for(sequence.tokens);
         let mut copies = (writes.iter())
             .filter(|write| write.2)
@@ -369,14 +370,16 @@ impl Rows {
             tokens: sequence.scheduled as i32,
         };
         self.starts_fit &= held.sequence == id && held.tokens == sequence.scheduled as i32;
-        let line = &mut buffers.block_table[row * self.width..(row + 1) * self.width];
-        if from < entries {
-            self.format
-                .write(mmu, sequence, from, &mut line[..entries as usize]);
-        }
         let stale = held.entries.max(entries);
-        line[entries as usize..stale as usize].fill(self.format.null as i32);
-        self.wrote(row, from, stale);
+        if from < stale {
+            let line = &mut buffers.block_table[row * self.width..(row + 1) * self.width];
+            if from < entries {
+                self.format
+                    .write(mmu, sequence, from, &mut line[..entries as usize]);
+            }
+            line[entries as usize..stale as usize].fill(self.format.null as i32);
+            self.wrote(row, from, stale);
+        }
         buffers.seq_lens[row] = sequence.scheduled as i32;
     }
 
