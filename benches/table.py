@@ -1,7 +1,7 @@
 """What a kernel reads: writing block tables, and looking up slots.
 
-The rival of the export is NumPy: a row assigned from an array of ids that an engine already has.
-The rival of the look-up is NumPy arithmetic on such an array.
+The rivals of the export are NumPy, a row assigned from an array of ids that an engine already has,
+and memcpy of the whole table. The rival of the look-up is NumPy arithmetic on such an array.
 """
 
 from __future__ import annotations
@@ -9,16 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from kvmmu import MMU
+import numpy.typing as npt
+from kvmmu import MMU, BlockTables, PrefixGroups, prefix_groups
 
-from harness import Bench, Row, medians, seconds
+from harness import Bench, Goal, Row, medians, seconds
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
 
 BLOCK = 16
 BATCH = 256
 DEPTH = 512
+LONG = 8192
+FORMS: dict[str, dict[str, int]] = {
+    "blocks": {},
+    "kernel blocks of 4": {"kernel_block_size": 4},
+    "pages of 8": {"page_order": 3},
+}
 
 
 def rows(bench: Bench) -> Iterator[Row]:
+    yield from looked_up()
+    yield from whole_tables()
+    yield from new_blocks()
+
+
+def looked_up() -> Iterator[Row]:
     mmu = MMU(BATCH * DEPTH, BLOCK, max_sequences=BATCH, prefix_caching=False)
     prompt = np.zeros(DEPTH * BLOCK, np.int32)
     sequences = np.array([mmu.open(prompt) for _ in range(BATCH)], np.int64)
@@ -73,3 +89,78 @@ def rows(bench: Bench) -> Iterator[Row]:
         "NumPy arithmetic on the row",
         found["arithmetic"],
     )
+
+
+def registered(mmu: MMU, width: int, **form: int) -> BlockTables:
+    return mmu.register_tables(
+        np.empty((BATCH, width), np.int32),
+        np.empty(BATCH, np.int32),
+        np.empty(BATCH, np.int64),
+        np.empty(BATCH + 1, np.int32),
+        **form,
+    )
+
+
+def whole_tables() -> Iterator[Row]:
+    """Every row of another sequence than before, in each form of table."""
+    # Block 0 is the null block, so a first sequence takes what its page has left.
+    mmu = MMU(
+        BATCH * LONG + LONG - 1,
+        BLOCK,
+        max_sequences=BATCH + 1,
+        prefix_caching=False,
+        null_block="first",
+        anchor=0.0,
+    )
+    prompt = np.zeros(LONG * BLOCK, np.int32)
+    mmu.open(prompt[: (LONG - 1) * BLOCK])
+    sequences = np.array([mmu.open(prompt) for _ in range(BATCH)], np.int64)
+    for name, form in FORMS.items():
+        entries = LONG * BLOCK // registered(mmu, 1, **form).kernel_block_size
+        buffers = registered(mmu, entries, **form)
+        source = np.zeros((BATCH, entries), np.int32)
+        target = np.zeros_like(source)
+        order = [sequences]
+
+        def export(buffers: BlockTables = buffers, order: list[Longs] = order) -> float:
+            order[0] = np.roll(order[0], 1)
+            return seconds(lambda: mmu.export(order[0], buffers)) * 1e6
+
+        def copy(target: Ints = target, source: Ints = source) -> float:
+            return seconds(lambda: np.copyto(target, source)) * 1e6
+
+        found = medians({"kvmmu": export, "memcpy": copy}, rounds=25)
+        yield Row(
+            f"export {BATCH} x {LONG} blocks as {name}, all others",
+            "us",
+            found["kvmmu"],
+            "memcpy of the table",
+            found["memcpy"],
+            Goal(2, of="ratio") if not form else None,
+        )
+
+
+def new_blocks() -> Iterator[Row]:
+    """One new block in every row since the export before."""
+    rounds = 51
+    depth = DEPTH + rounds + 2
+    mmu = MMU(BATCH * depth, BLOCK, max_sequences=BATCH, prefix_caching=False)
+    prompt = np.zeros(DEPTH * BLOCK, np.int32)
+    sequences = np.array([mmu.open(prompt) for _ in range(BATCH)], np.int64)
+    buffers = registered(mmu, depth)
+    mmu.export(sequences, buffers)
+
+    def export() -> float:
+        for sequence in sequences:
+            mmu.append(int(sequence), prompt[:BLOCK])
+        return seconds(lambda: mmu.export(sequences, buffers)) * 1e6
+
+    found = medians({"kvmmu": export}, rounds)
+    yield Row(f"export {BATCH} rows, one new block each", "us", found["kvmmu"], goal=Goal(10))
+
+    step = mmu.begin_step()
+    mmu.prepare(step, sequences, buffers, query_lens=np.zeros(BATCH, np.int32))
+    mmu.end_step(step)
+    out = PrefixGroups.allocate(BATCH, depth)
+    found = medians({"kvmmu": lambda: seconds(lambda: prefix_groups(buffers, out=out)) * 1e6})
+    yield Row(f"prefix_groups of {BATCH} rows that share nothing", "us", found["kvmmu"])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._core import (
         MMU,
         BlockTables,
+        DirtyRows,
         Measure,
         Moves,
         Plan,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         SequenceInfo,
         __version__,
     )
+    from .cascade import CascadeLevel, PrefixGroups, prefix_groups
     from .channels import PipeChannel, TorchChannel
     from .compaction import compact, run_plan
     from .errors import (
@@ -69,8 +71,10 @@ __all__ = [
     "BlockTables",
     "CPUMover",
     "CUDAUnavailable",
+    "CascadeLevel",
     "Channel",
     "ConcurrentUse",
+    "DirtyRows",
     "Fragmented",
     "InternalError",
     "InvalidBlock",
@@ -92,6 +96,7 @@ __all__ = [
     "PipeChannel",
     "Plan",
     "Pool",
+    "PrefixGroups",
     "Quote",
     "RankFailed",
     "RankLost",
@@ -109,6 +114,7 @@ __all__ = [
     "byte_ranges",
     "compact",
     "pair_runs",
+    "prefix_groups",
     "run_plan",
     "serve_rank",
 ]
@@ -117,7 +123,9 @@ _HOME = {
     "Lease": "leases",
     "BlockTables": "_core",
     "CPUMover": "movers",
+    "CascadeLevel": "cascade",
     "Channel": "ranks",
+    "DirtyRows": "_core",
     "MMU": "_core",
     "Measure": "_core",
     "Mover": "movers",
@@ -126,6 +134,7 @@ _HOME = {
     "PipeChannel": "channels",
     "Plan": "_core",
     "Pool": "_core",
+    "PrefixGroups": "cascade",
     "Quote": "_core",
     "RankedCompaction": "ranks",
     "Region": "storage",
@@ -138,6 +147,7 @@ _HOME = {
     "byte_ranges": "transfer",
     "compact": "compaction",
     "pair_runs": "transfer",
+    "prefix_groups": "cascade",
     "run_plan": "compaction",
     "serve_rank": "ranks",
 }

@@ -14,6 +14,7 @@ import numpy.typing as npt
 __all__ = [
     "MMU",
     "BlockTables",
+    "DirtyRows",
     "Measure",
     "Moves",
     "Plan",
@@ -240,7 +241,11 @@ class MMU:
 
         Raises:
             OutOfBlocks, UnknownSequence, ConcurrentUse, LimitExceeded (a row, the rows or the
-            slot mapping would not fit), InvalidStep, InvalidConfig.
+            slot mapping would not fit), InvalidStep, InvalidConfig. Fragmented, where entries are
+            pages (``page_order``) and a row would not lie in whole ones: numbers as always, and
+            ``sequence``, ``group`` (its first that is no page), ``page_order``; ``needed`` are the
+            blocks of that group, ``largest_run`` those of them that are in place. Cached blocks may
+            have been evicted for such a call; nothing else has changed.
         """
     def written(self, step: int) -> None:
         """All that the step scheduled has been written: publishes the blocks that are now full."""
@@ -260,18 +265,49 @@ class MMU:
         seq_lens: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64],
         query_start_loc: npt.NDArray[np.int32],
+        *,
+        kernel_block_size: int | None = None,
+        page_order: int | None = None,
     ) -> BlockTables:
         """Registers output buffers, whose addresses stay as they are from now on.
 
+        What an entry names, for kernels whose blocks are not ours (at most one of the two):
+
+        - ``kernel_block_size=4`` with blocks of 16: ``r = 16 / 4`` entries a block, ``b * r`` to
+          ``b * r + r - 1``.
+        - ``page_order=3``: pages of 8 blocks, consecutive and aligned in physical memory; an entry is
+          the page's number, ``block >> 3``. ``prepare`` and ``export`` raise Fragmented for a row
+          that does not lie in whole pages. A last page that is not full begins at an aligned place
+          and lies wholly in memory; what stands in its rest may be anybody's (kernels read it and
+          mask it, so it must be finite).
+
+        A row has an entry for each kernel block (page) in which a token has a place, and no more:
+        paged kernels (FlashAttention, FlashInfer, vLLM's) read none behind the row's length. All
+        others hold the null entry: the null block's first kernel block, ``null_block * r``, or its
+        page, ``null_block >> page_order``. Slots stay what they are: block * block_size + offset.
+
         Args:
-            block_table: int32 [B, W], C-contiguous, writable.
+            block_table: int32 [B, W], C-contiguous, writable. W counts entries.
             seq_lens: int32 [B].
             slot_mapping: int64 [T].
             query_start_loc: int32 [B + 1].
+            kernel_block_size: tokens of one entry, a divisor of the block size.
+            page_order: log2 of the blocks of one entry, 0 to 9.
+
+        Raises:
+            InvalidConfig: dtype, shape, layout; a kernel block size that does not divide; a page
+                order for which there is no null page: the null block must be the first of its page,
+                and the ``num_blocks + 1`` blocks of memory must hold all of it, so that padding can
+                be read and is no row's page. ``null_block="first"`` always serves; the default,
+                the last block, never does.
         """
     def export(self, sequences: npt.NDArray[np.int64], tables: BlockTables) -> None:
         """Refreshes rows and lengths (no slots) for these sequences without scheduling anything,
-        for instance after a commit."""
+        for instance after a commit.
+
+        Raises:
+            UnknownSequence, ConcurrentUse, LimitExceeded, InvalidConfig; Fragmented as ``prepare``.
+        """
 
     # -- blocks ----------------------------------------------------------------------------
     def pin(self, blocks: npt.NDArray[np.int64]) -> None:
@@ -493,7 +529,7 @@ class BlockTables:
     """Registered output buffers. The arrays are the caller's; they are kept alive here. Nobody else
     writes them: what has not changed is not written again.
 
-    Unused rows and columns of ``block_table`` hold the null block; unused entries of
+    Unused rows and columns of ``block_table`` hold ``null_entry``; unused entries of
     ``slot_mapping`` point into the null block; unused ``seq_lens`` are 0; ``query_start_loc``
     repeats its last value.
     """
@@ -516,18 +552,67 @@ class BlockTables:
 
         Args:
             indptr: int32 [>= num_rows + 1].
-            indices: int32 [>= blocks of all scheduled tokens]; behind these it is untouched.
-            last_page_len: int32 [>= num_rows], tokens in the last block of each row.
+            indices: int32 [>= entries of all scheduled tokens]; behind these it is untouched.
+            last_page_len: int32 [>= num_rows], tokens in the last entry of each row (of at most
+                ``kernel_block_size``), 0 for an empty row.
 
         Raises:
             LimitExceeded: a buffer is too small.
         """
+    def dirty_rows(self) -> DirtyRows:
+        """Which entries of ``block_table`` the last ``prepare`` or ``export`` that succeeded wrote,
+        for whoever mirrors the rows. Lengths, slots and row starts are written by every call."""
+    def generations(self) -> npt.NDArray[np.int64]:
+        """int64 [B]: calls that wrote entries of each row so far. Only grows; registering counts
+        as none."""
+    def _prefix_groups(
+        self,
+        row_indptr: npt.NDArray[np.int32],
+        shared_qo_indptr: npt.NDArray[np.int32],
+        shared_kv_indptr: npt.NDArray[np.int32],
+        shared_kv_indices: npt.NDArray[np.int32],
+        shared_kv_last_page_len: npt.NDArray[np.int32],
+        own_qo_indptr: npt.NDArray[np.int32],
+        own_kv_indptr: npt.NDArray[np.int32],
+        own_kv_indices: npt.NDArray[np.int32],
+        own_kv_last_page_len: npt.NDArray[np.int32],
+    ) -> tuple[int, int, int, int]: ...
+    @property
+    def null_entry(self) -> int:
+        """What unused rows and columns of ``block_table`` hold."""
+    @property
+    def kernel_block_size(self) -> int:
+        """Tokens of one entry of ``block_table`` (of a page too)."""
+    @property
+    def page_order(self) -> int:
+        """log2 of the blocks of one entry; 0 unless entries are pages."""
     @property
     def num_rows(self) -> int:
         """Rows of the last ``prepare`` or ``export``."""
     @property
     def num_tokens(self) -> int:
         """Tokens of the last ``prepare``."""
+
+@final
+class DirtyRows:
+    """Entries that one call wrote: of row ``rows[i]`` those from ``start[i]`` to ``stop[i]``
+    (exclusive). A row occurs once, in order; one of which nothing was written, not at all.
+
+    A mirror that had row ``rows[i]`` as of generation ``generation[i] - 1`` needs these entries only;
+    one that missed a call needs the row whole, up to its width.
+    """
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def start(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def stop(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def generation(self) -> npt.NDArray[np.int64]:
+        """Calls that wrote the row, this one included."""
+    def __len__(self) -> int:
+        """Rows."""
 
 @final
 class SequenceInfo:

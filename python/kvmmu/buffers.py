@@ -20,7 +20,7 @@ import torch
 from ._core import MMU, BlockTables
 from .errors import InvalidConfig, InvalidStep
 
-__all__ = ["Buffers", "Csr", "Rotation"]
+__all__ = ["Buffers", "Csr", "Entries", "Rotation"]
 
 _NAMES = ("block_table", "seq_lens", "slot_mapping", "query_start_loc")
 
@@ -31,9 +31,9 @@ class Csr(NamedTuple):
     indptr: torch.Tensor
     """[B + 1]: where each row begins in ``indices``."""
     indices: torch.Tensor
-    """[n]: physical blocks of all scheduled tokens, row after row."""
+    """[n]: entries of all scheduled tokens, row after row: blocks, kernel blocks or pages."""
     last_page_len: torch.Tensor
-    """[B]: tokens in the last block of each row, 0 for an empty one."""
+    """[B]: tokens in the last entry of each row, 0 for an empty one."""
 
 
 def _as_numpy(name: str, value: Any) -> npt.NDArray[Any]:
@@ -47,6 +47,22 @@ def _as_numpy(name: str, value: Any) -> npt.NDArray[Any]:
     raise InvalidConfig(f"{name} is a {type(value).__name__}: allowed is a tensor or an array")
 
 
+class Entries(NamedTuple):
+    """What the entries of ``block_table`` name; see ``MMU.register_tables``."""
+
+    kernel_block_size: int | None = None
+    page_order: int | None = None
+
+    def tokens(self, mmu: MMU) -> int:
+        """Tokens of one entry.
+
+        Raises:
+            InvalidConfig: this MMU cannot be read by such entries.
+        """
+        one = _allocate((1, 1, 1))
+        return mmu.register_tables(*one.values(), **self._asdict()).kernel_block_size
+
+
 class Buffers:
     """One set of registered buffers.
 
@@ -56,17 +72,19 @@ class Buffers:
             query_start_loc: int32 [B + 1]. Torch tensors over the registered memory.
     """
 
-    def __init__(self, mmu: MMU, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, mmu: MMU, arrays: Mapping[str, Any], entries: Entries) -> None:
         if set(arrays) != set(_NAMES):
             raise InvalidConfig(f"buffers {sorted(arrays)}: allowed are exactly {sorted(_NAMES)}")
         found = {name: _as_numpy(name, arrays[name]) for name in _NAMES}
         self.arrays = tuple(found.values())
-        self.tables: BlockTables = mmu.register_tables(*(found[name] for name in _NAMES))
+        self.tables: BlockTables = mmu.register_tables(
+            *(found[name] for name in _NAMES), **entries._asdict()
+        )
         self.block_table = torch.from_numpy(found["block_table"])
         self.seq_lens = torch.from_numpy(found["seq_lens"])
         self.slot_mapping = torch.from_numpy(found["slot_mapping"])
         self.query_start_loc = torch.from_numpy(found["query_start_loc"])
-        self.null_block = mmu.null_block
+        self.null_entry = self.tables.null_entry
         self._csr: tuple[npt.NDArray[np.int32], ...] | None = None
         self.step: int | None = None
         """The step that has it, or had it last."""
@@ -93,7 +111,8 @@ class Rotation:
     Args:
         sets: mappings with the four buffers each, or None to allocate.
         depth: steps in flight that the cache is to allow, >= 1.
-        shape: rows, blocks a row, tokens a step: of the buffers to allocate.
+        shape: rows, entries a row, tokens a step: of the buffers to allocate.
+        entries: what the entries of ``block_table`` name.
     """
 
     def __init__(
@@ -102,6 +121,7 @@ class Rotation:
         sets: Sequence[Mapping[str, Any]] | None,
         depth: int,
         shape: tuple[int, int, int],
+        entries: Entries,
     ) -> None:
         if sets is None:
             sets = [_allocate(shape) for _ in range(depth + 1)]
@@ -109,7 +129,7 @@ class Rotation:
             raise InvalidConfig(
                 f"{len(sets)} sets of buffers for {depth} steps in flight: allowed are {depth + 1}"
             )
-        self._sets = [Buffers(mmu, arrays) for arrays in sets]
+        self._sets = [Buffers(mmu, arrays, entries) for arrays in sets]
         for number, one in enumerate(self._sets):
             for other in self._sets[:number]:
                 if any(np.may_share_memory(a, b) for a in one.arrays for b in other.arrays):

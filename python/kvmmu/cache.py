@@ -43,9 +43,9 @@ except ImportError as error:  # pragma: no cover - tested in an environment with
         "kvmmu.KVCache needs torch: pip install 'kvmmu[torch]' (kvmmu.MMU works without)"
     ) from error
 
-from ._core import MMU
+from ._core import MMU, BlockTables
 from .bound import Bound
-from .buffers import Buffers, Csr, Rotation
+from .buffers import Buffers, Csr, Entries, Rotation
 from .compaction import compact
 from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
@@ -275,7 +275,8 @@ class Batch(Bound):
 
     Attributes:
         sequences: int64 [B], ids.
-        block_table: int32 [B, W], physical blocks, the null block behind each row's.
+        block_table: int32 [B, W], physical blocks (or kernel blocks, or pages, as the cache was
+            made), the null entry behind each row's.
         seq_lens: int32 [B], tokens of each row including this step's.
         query_start_loc: int32 [B + 1], where each row's tokens begin.
         slot_mapping: int64 [T], block * block_size + offset of each token of the step.
@@ -335,6 +336,13 @@ class Batch(Bound):
         """Runs the deferred copies, once."""
         copies, self.copies = self.copies, self.copies[:0]
         self._cache._run_copies(copies)
+
+    @property
+    def tables(self) -> BlockTables:
+        """What the MMU has written for it, in host memory, while the step lasts: for
+        :func:`kvmmu.prefix_groups`."""
+        self._check_live()
+        return self._buffers.tables
 
     def csr(self) -> Csr:
         """The rows in FlashInfer's form: ``indptr``, ``indices``, ``last_page_len``."""
@@ -520,6 +528,9 @@ class KVCache(Bound):
         max_sequence_tokens: longest sequence; default: the whole pool.
         steps_in_flight: steps that may be in flight at once; there are as many sets of tables and
             one more.
+        kernel_block_size, page_order: what the entries of ``block_table`` name where the kernel's
+            blocks are smaller or larger than ours (at most one of them; see
+            ``MMU.register_tables`` and :meth:`Layers.paged`). Pages need ``null_block="first"``.
         buffers: own sets of tables (mappings of ``block_table``, ``seq_lens``, ``slot_mapping``,
             ``query_start_loc``, NumPy or CPU torch), ``steps_in_flight + 1`` of them, none of
             which overlap. Only kvmmu writes them: rows that have not changed are not written again.
@@ -556,6 +567,8 @@ class KVCache(Bound):
         max_tokens: int = 8192,
         max_sequence_tokens: int | None = None,
         steps_in_flight: int = 1,
+        kernel_block_size: int | None = None,
+        page_order: int | None = None,
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
         copy: str = "between_steps",
@@ -575,7 +588,8 @@ class KVCache(Bound):
             device=device,
         )
         shape = (max_batch, max_tokens, steps_in_flight)
-        self._assemble(mmu, layers, *shape, buffers, auto_compact, copy, streams)
+        entries = Entries(kernel_block_size, page_order)
+        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
 
     @classmethod
     def attach(
@@ -590,6 +604,8 @@ class KVCache(Bound):
         max_tokens: int = 8192,
         max_sequence_tokens: int | None = None,
         steps_in_flight: int = 1,
+        kernel_block_size: int | None = None,
+        page_order: int | None = None,
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
         copy: str = "between_steps",
@@ -620,7 +636,8 @@ class KVCache(Bound):
         )
         self = cls.__new__(cls)
         shape = (max_batch, max_tokens, steps_in_flight)
-        self._assemble(mmu, layers, *shape, buffers, auto_compact, copy, streams)
+        entries = Entries(kernel_block_size, page_order)
+        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
         return self
 
     def _assemble(
@@ -630,6 +647,7 @@ class KVCache(Bound):
         max_batch: int,
         max_tokens: int,
         steps_in_flight: int,
+        entries: Entries,
         buffers: Listed[Mapping[str, Any]] | None,
         auto_compact: bool,
         copy: str,
@@ -649,12 +667,20 @@ class KVCache(Bound):
             raise InvalidConfig(
                 f"copy = {copy!r}: allowed are 'between_steps' and, on a CUDA device, 'overlap'"
             )
+        tokens = entries.tokens(mmu)
+        if tokens != mmu.block_size and not layers.can["paged"]:
+            raise InvalidConfig(
+                f"entries of {tokens} tokens (kernel_block_size = {entries.kernel_block_size}, "
+                f"page_order = {entries.page_order}): this layout can be read in blocks of "
+                f"{mmu.block_size} only"
+            )
+        width = -(-mmu.max_blocks_per_sequence * mmu.block_size // tokens)
         self.mmu = mmu
         self.layers = layers
         self.storage = Storage(layers.storage.regions, mmu.num_blocks, null_block=mmu.null_block)
         self.auto_compact = auto_compact
-        shape = (max_batch, mmu.max_blocks_per_sequence, max_tokens)
-        self._rotation = Rotation(mmu, buffers, steps_in_flight, shape)
+        shape = (max_batch, width, max_tokens)
+        self._rotation = Rotation(mmu, buffers, steps_in_flight, shape, entries)
         self._depth = steps_in_flight
         self._device: DeviceSide | None = None
         self.mover: CPUMover | CUDAMover

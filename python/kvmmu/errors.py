@@ -68,8 +68,10 @@ class OutOfBlocks(KVCacheError, MemoryError):
 
 
 class Fragmented(OutOfBlocks):
-    """Enough blocks are available, in the wrong shape. Numbers: as OutOfBlocks, and
-    ``largest_run`` (blocks)."""
+    """Enough blocks are available, or held, in the wrong shape. Numbers: as OutOfBlocks, and
+    ``largest_run`` (blocks). Where a sequence does not lie in the pages that tables need: also
+    ``sequence``, ``group`` and ``page_order``; ``needed`` are then the blocks of that group, and
+    ``largest_run`` those of them that are in place."""
 
 
 class OutOfTables(KVCacheError, MemoryError):

@@ -97,7 +97,7 @@ class DeviceTables(Bound):
             buffers.tables.query_start_loc,
         )
         rows, tokens = buffers.tables.num_rows, buffers.tables.num_tokens
-        used = _columns(table[:rows], buffers.null_block)
+        used = _columns(table[:rows], buffers.null_entry)
         most, wide = max(rows, self._rows), max(used, self._columns)
         indices = [
             self._flat("slot_mapping", slots[: max(tokens, self._tokens)].view(np.int32)),
@@ -155,13 +155,14 @@ class DeviceTables(Bound):
             self._mirror[where[first : first + size]] = values[first : first + size]
 
 
-def _columns(table: Ints, null_block: int) -> int:
+def _columns(table: Ints, null_entry: int) -> int:
     """Columns that hold a block in some row. A row holds its blocks first and nothing behind them,
-    so a column without any says that there is none to its right."""
+    so a column without any says that there is none to its right. (No block, kernel block or page of
+    a row has the number of padding.)"""
     low, high = 0, table.shape[1]
     while low < high:
         middle = (low + high) // 2
-        if (table[:, middle] != null_block).any():
+        if (table[:, middle] != null_entry).any():
             low = middle + 1
         else:
             high = middle

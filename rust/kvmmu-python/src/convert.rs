@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use kvmmu::{Eviction, Keys, PageOrders, Placement};
+use kvmmu::{Eviction, Keys, PageOrders, Placement, Unit};
 use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -181,6 +181,35 @@ pub fn null_block(value: Option<&Bound<'_, PyAny>>, num_blocks: u32) -> PyResult
         Some(given) => {
             integer(given, "null_block", 0, i64::from(num_blocks)).map(|block| block as u32)
         }
+    }
+}
+
+/// What the entries of tables name: blocks, unless one of the two is given.
+pub fn unit(
+    kernel_block_size: Option<&Bound<'_, PyAny>>,
+    page_order: Option<&Bound<'_, PyAny>>,
+    block_size: u32,
+) -> PyResult<Unit> {
+    let size = (kernel_block_size)
+        .map(|size| integer(size, "kernel_block_size", 1, i64::from(block_size)))
+        .transpose()?;
+    let order = (page_order)
+        .map(|order| integer(order, "page_order", 0, 9))
+        .transpose()?;
+    match (size, order) {
+        (None, None) => Ok(Unit::Block),
+        (Some(size), None) => Ok(Unit::KernelBlock {
+            tokens: size as u32,
+        }),
+        (None, Some(order)) => Ok(Unit::Page {
+            order: order as u32,
+        }),
+        (Some(size), Some(order)) => Err(refuse(
+            page_order.expect("it has a value").py(),
+            "page_order",
+            format!("{order} with kernel_block_size = {size}"),
+            "one of the two",
+        )),
     }
 }
 

@@ -111,6 +111,28 @@ pub fn core_error(py: Python<'_>, failed: kvmmu::Error) -> PyErr {
                 ("num_blocks", num_blocks.into()),
             ],
         ),
+        Error::Scattered {
+            sequence,
+            group,
+            order,
+            needed,
+            in_place,
+            available,
+            num_blocks,
+        } => error(
+            py,
+            "Fragmented",
+            message,
+            &[
+                ("sequence", Number::Int(sequence)),
+                ("group", group.into()),
+                ("page_order", order.into()),
+                ("needed", needed.into()),
+                ("largest_run", in_place.into()),
+                ("available", available.into()),
+                ("num_blocks", num_blocks.into()),
+            ],
+        ),
         Error::OutOfTables { capacity, .. } => {
             error(py, "OutOfTables", message, &[("capacity", capacity.into())])
         }

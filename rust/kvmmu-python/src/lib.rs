@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use super::pool::Pool;
     #[pymodule_export]
-    use super::tables::BlockTables;
+    use super::tables::{BlockTables, DirtyRows};
     #[pymodule_export]
     use super::values::{Measure, Moves, Plan, Quote, SequenceInfo};
 

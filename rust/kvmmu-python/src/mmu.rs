@@ -311,15 +311,23 @@ impl MMU {
 
     // -- tables ------------------------------------------------------------------------------
 
+    #[pyo3(signature = (
+        block_table, seq_lens, slot_mapping, query_start_loc, *, kernel_block_size=None,
+        page_order=None
+    ))]
+    #[allow(clippy::too_many_arguments)]
     fn register_tables(
         &self,
         block_table: Any<'_, '_>,
         seq_lens: Any<'_, '_>,
         slot_mapping: Any<'_, '_>,
         query_start_loc: Any<'_, '_>,
+        kernel_block_size: Option<Any<'_, '_>>,
+        page_order: Option<Any<'_, '_>>,
     ) -> PyResult<BlockTables> {
         BlockTables::register(
             &self.core,
+            convert::unit(kernel_block_size, page_order, self.core.config().block_size)?,
             block_table,
             seq_lens,
             slot_mapping,

@@ -1,10 +1,15 @@
 //! Registered output buffers.
+//!
+//! What lives here: the caller's arrays, checked and lent to one call at a time. What never lives
+//! here: what stands in them.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvmmu::{RowBuffers, Rows};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods};
+use kvmmu::{Cascade, CascadeLevel, DirtyRow, RowBuffers, Rows, Unit};
+use numpy::{
+    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray1, PyUntypedArrayMethods,
+};
 use pyo3::prelude::*;
 
 use crate::convert::describe;
@@ -18,8 +23,43 @@ pub struct BlockTables {
     slot_mapping: Py<PyArray1<i64>>,
     query_start_loc: Py<PyArray1<i32>>,
     rows: Mutex<Rows>,
+    null_entry: i32,
+    kernel_block_size: u32,
+    page_order: u32,
     num_rows: AtomicUsize,
     num_tokens: AtomicUsize,
+}
+
+/// Entries of `block_table` that one call wrote.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct DirtyRows {
+    rows: Py<PyArray1<i32>>,
+    start: Py<PyArray1<i32>>,
+    stop: Py<PyArray1<i32>>,
+    generation: Py<PyArray1<i64>>,
+}
+
+#[pymethods]
+impl DirtyRows {
+    #[getter]
+    fn rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.rows.bind(py).clone()
+    }
+    #[getter]
+    fn start<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.start.bind(py).clone()
+    }
+    #[getter]
+    fn stop<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.stop.bind(py).clone()
+    }
+    #[getter]
+    fn generation<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        self.generation.bind(py).clone()
+    }
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.rows.bind(py).len()
+    }
 }
 
 /// Why the tables cannot be lent.
@@ -45,17 +85,28 @@ where
     }
 }
 
-fn writable<'py>(array: &Bound<'py, PyArray1<i32>>) -> PyResult<PyReadwriteArray1<'py, i32>> {
-    array.try_readwrite().map_err(|_| {
-        let message = "indptr, indices and last_page_len must be writable and apart";
-        error(array.py(), "InvalidConfig", message.into(), &[])
-    })
+/// Output arrays of one call: int32, one dimension, C-contiguous, writable, none over another.
+fn outputs<'py, const N: usize>(
+    values: [(&Bound<'py, PyAny>, &str); N],
+) -> PyResult<[PyReadwriteArray1<'py, i32>; N]> {
+    let mut found = Vec::with_capacity(N);
+    for (value, name) in values {
+        let array: Bound<'py, PyArray1<i32>> = checked(value, name, "int32 [n]")?;
+        // `as_slice` says whether it is aligned too.
+        let lent = (array.try_readwrite().ok()).filter(|lent| lent.as_slice().is_ok());
+        found.push(lent.ok_or_else(|| {
+            let message = format!("{name} must be writable, aligned and apart from the others");
+            error(value.py(), "InvalidConfig", message, &[])
+        })?);
+    }
+    Ok(found.try_into().expect("one for each"))
 }
 
 impl BlockTables {
     /// Checks the arrays, fills them as empty and keeps them.
     pub fn register(
         mmu: &kvmmu::Mmu,
+        unit: Unit,
         block_table: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
         slot_mapping: &Bound<'_, PyAny>,
@@ -77,13 +128,19 @@ impl BlockTables {
             );
             return Err(error(py, "InvalidConfig", message, &[]));
         }
-        let rows = Rows::new(mmu, rows, width, slots.len())
+        let rows = Rows::of(mmu, unit, rows, width, slots.len())
             .map_err(|failed| crate::errors::core_error(py, failed))?;
         let tables = Self {
             block_table: table.unbind(),
             seq_lens: lens.unbind(),
             slot_mapping: slots.unbind(),
             query_start_loc: starts.unbind(),
+            null_entry: rows.null_entry(),
+            kernel_block_size: rows.entry_tokens(),
+            page_order: match unit {
+                Unit::Page { order } => order,
+                _ => 0,
+            },
             rows: Mutex::new(rows),
             num_rows: AtomicUsize::new(0),
             num_tokens: AtomicUsize::new(0),
@@ -161,16 +218,11 @@ impl BlockTables {
         indices: &Bound<'_, PyAny>,
         last_page_len: &Bound<'_, PyAny>,
     ) -> PyResult<usize> {
-        let [indptr, indices, last] = [
+        let [mut indptr, mut indices, mut last] = outputs([
             (indptr, "indptr"),
             (indices, "indices"),
             (last_page_len, "last_page_len"),
-        ]
-        .map(|(value, name)| checked::<PyArray1<i32>>(value, name, "int32 [n]"));
-        let (indptr, indices, last) = (indptr?, indices?, last?);
-        let mut indptr = writable(&indptr)?;
-        let mut indices = writable(&indices)?;
-        let mut last = writable(&last)?;
+        ])?;
         let (indptr, indices) = (indptr.as_slice_mut()?, indices.as_slice_mut()?);
         let last = last.as_slice_mut()?;
         let written = self.with(py, |rows, buffers| rows.csr(buffers, indptr, indices, last))?;
@@ -178,6 +230,89 @@ impl BlockTables {
         Ok(written)
     }
 
+    /// Returns (groups, rows, entries of level 0, entries of level 1).
+    #[allow(clippy::too_many_arguments)]
+    fn _prefix_groups(
+        &self,
+        py: Python<'_>,
+        row_indptr: &Bound<'_, PyAny>,
+        shared_qo_indptr: &Bound<'_, PyAny>,
+        shared_kv_indptr: &Bound<'_, PyAny>,
+        shared_kv_indices: &Bound<'_, PyAny>,
+        shared_kv_last_page_len: &Bound<'_, PyAny>,
+        own_qo_indptr: &Bound<'_, PyAny>,
+        own_kv_indptr: &Bound<'_, PyAny>,
+        own_kv_indices: &Bound<'_, PyAny>,
+        own_kv_last_page_len: &Bound<'_, PyAny>,
+    ) -> PyResult<(usize, usize, usize, usize)> {
+        let mut lent = outputs([
+            (row_indptr, "row_indptr"),
+            (shared_qo_indptr, "qo_indptr of level 0"),
+            (shared_kv_indptr, "kv_indptr of level 0"),
+            (shared_kv_indices, "kv_indices of level 0"),
+            (shared_kv_last_page_len, "kv_last_page_len of level 0"),
+            (own_qo_indptr, "qo_indptr of level 1"),
+            (own_kv_indptr, "kv_indptr of level 1"),
+            (own_kv_indices, "kv_indices of level 1"),
+            (own_kv_last_page_len, "kv_last_page_len of level 1"),
+        ])?;
+        let mut slices = lent
+            .each_mut()
+            .map(|array| array.as_slice_mut().expect("checked when it was lent"))
+            .into_iter();
+        let mut next = || slices.next().expect("there are nine");
+        let row_indptr = next();
+        let mut level = || CascadeLevel {
+            qo_indptr: next(),
+            kv_indptr: next(),
+            kv_indices: next(),
+            kv_last_page_len: next(),
+        };
+        let mut out = Cascade {
+            row_indptr,
+            shared: level(),
+            own: level(),
+        };
+        let sizes = self.with(py, |rows, buffers| rows.prefix_groups(buffers, &mut out))?;
+        let sizes = sizes.map_err(|failed| crate::errors::core_error(py, failed))?;
+        Ok((sizes.groups, sizes.rows, sizes.shared, sizes.own))
+    }
+
+    fn dirty_rows(&self, py: Python<'_>) -> PyResult<DirtyRows> {
+        let dirty = self.with(py, |rows, _| rows.dirty_rows().to_vec())?;
+        let column = |of: fn(&DirtyRow) -> u32| {
+            let column: Vec<i32> = dirty.iter().map(|row| of(row) as i32).collect();
+            column.into_pyarray(py).unbind()
+        };
+        let generation: Vec<i64> = dirty.iter().map(|row| row.generation as i64).collect();
+        Ok(DirtyRows {
+            rows: column(|row| row.row),
+            start: column(|row| row.start),
+            stop: column(|row| row.stop),
+            generation: generation.into_pyarray(py).unbind(),
+        })
+    }
+
+    fn generations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let found = self.with(py, |rows, _| {
+            let all = rows.generations().iter();
+            all.map(|&generation| generation as i64).collect::<Vec<_>>()
+        })?;
+        Ok(found.into_pyarray(py))
+    }
+
+    #[getter]
+    fn null_entry(&self) -> i32 {
+        self.null_entry
+    }
+    #[getter]
+    fn kernel_block_size(&self) -> u32 {
+        self.kernel_block_size
+    }
+    #[getter]
+    fn page_order(&self) -> u32 {
+        self.page_order
+    }
     #[getter]
     fn num_rows(&self) -> usize {
         self.num_rows.load(Ordering::Relaxed)

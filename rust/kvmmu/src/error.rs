@@ -32,6 +32,29 @@ pub enum Error {
         /// Blocks in the pool.
         num_blocks: u64,
     },
+    /// Blocks of a sequence do not lie as rows of pages need them: all blocks of a page consecutive,
+    /// from an aligned place on.
+    #[error(
+        "sequence {sequence}, page {group} of 2^{order} blocks: the first {in_place} of its {needed} \
+         blocks are in place, the next is not; pages need consecutive blocks from an aligned place \
+         on, {available} available of {num_blocks}"
+    )]
+    Scattered {
+        /// The sequence.
+        sequence: i64,
+        /// Which of its groups of `2^order` logical blocks is the first that is not a page.
+        group: u32,
+        /// log2 of the blocks of a page.
+        order: u32,
+        /// Blocks that the sequence has in this group.
+        needed: u32,
+        /// Blocks of the group, from its first on, that are in place.
+        in_place: u32,
+        /// Available blocks.
+        available: u32,
+        /// Blocks in the pool.
+        num_blocks: u32,
+    },
     /// The preallocated nodes of the page table, or the sequence slots, are used up.
     #[error("out of {what}: all {capacity} are in use")]
     OutOfTables {

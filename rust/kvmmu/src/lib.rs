@@ -69,7 +69,10 @@ pub use config::{
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
 pub use prefix::Keys;
-pub use sequence::{Lease, Opening, Quote, RowBuffers, Rows, Tables, When};
+pub use sequence::{
+    Cascade, CascadeLevel, CascadeSizes, DirtyRow, Lease, Opening, Quote, RowBuffers, Rows, Tables,
+    Unit, When,
+};
 pub use state::{Mmu, SequenceInfo};
 pub use stats::StatsReading;
 pub use validate::Broken;

@@ -443,8 +443,8 @@ impl Mmu {
     fn check_rows(&self, rows: &Rows, buffers: &RowBuffers<'_>) -> Check {
         let (width, null) = rows.layout();
         let mut holding: HashMap<usize, usize> = HashMap::new();
-        for (row, id, version, blocks, tokens) in rows.held() {
-            holding.insert(row, blocks as usize);
+        for (row, id, version, entries, tokens) in rows.held() {
+            holding.insert(row, entries as usize);
             let length = buffers.seq_lens[row];
             ensure!(
                 length == tokens,
@@ -458,15 +458,25 @@ impl Mmu {
             if !current {
                 continue; // closed, or changed since: the next export will write it
             }
-            let first = seq.first.min(blocks);
-            let mut mapped = vec![self.null_block(); first as usize];
-            self.table
-                .append_blocks(seq.space, first, blocks, &mut mapped);
-            for (at, block) in mapped.into_iter().enumerate() {
-                let entry = buffers.block_table[row * width + at];
+            for at in 0..entries {
+                let null = self.null_block();
+                let wanted = rows.entry(at, |index| match index < seq.first {
+                    true => null,
+                    false => self.table.block(seq.space, index),
+                });
+                let entry = buffers.block_table[row * width + at as usize];
                 ensure!(
-                    entry == block as i32,
-                    "row {row}, entry {at} says {entry}, the page table {block}"
+                    entry == wanted,
+                    "row {row}, entry {at} says {entry}, the page table {wanted}"
+                );
+            }
+            // As far as the row's length: what lies behind may have been appended since.
+            let mut look = rows.page_check();
+            for index in seq.first..self.blocks_for(tokens as u32) {
+                let fits = look.block(index, self.table.block(seq.space, index));
+                ensure!(
+                    fits.is_ok(),
+                    "row {row} has pages, logical block {index} does not lie in one"
                 );
             }
         }
@@ -483,7 +493,7 @@ impl Mmu {
                 .position(|&entry| entry != null as i32);
             ensure!(
                 stale.is_none(),
-                "row {row} holds {used} blocks, an entry behind them is not the null block"
+                "row {row} holds {used} entries, an entry behind them is not the null block"
             );
             ensure!(
                 row < rows.num_rows() || buffers.seq_lens[row] == 0,

@@ -8,6 +8,8 @@
 //! | `append` | `append` |
 //! | `prepare` | `prepare`, `export`: schedule a batch and write its rows |
 //! | `rows` | the rows themselves: what is already in them, what is to be written |
+//! | `unit` | what one entry of a row names: a block, a part of one, a page |
+//! | `cascade` | rows that begin with the same blocks, for cascade attention |
 //! | `steps` | `begin_step`, `written`, `cancel`, `end_step` |
 //! | `fork`, `close` | `fork`; `close`, `truncate`, `release_before` |
 //! | `blocks` | `pin`, `unpin`, `evict`, `references` |
@@ -18,6 +20,7 @@
 
 mod append;
 mod blocks;
+mod cascade;
 mod close;
 mod fork;
 mod lease;
@@ -27,8 +30,11 @@ mod place;
 mod prepare;
 mod rows;
 mod steps;
+mod unit;
 mod write;
 
+pub use cascade::{Cascade, CascadeLevel, CascadeSizes};
 pub use lease::Lease;
 pub use open::{Opening, Quote, When};
-pub use rows::{RowBuffers, Rows, Tables};
+pub use rows::{DirtyRow, RowBuffers, Rows, Tables};
+pub use unit::Unit;

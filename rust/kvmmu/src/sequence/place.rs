@@ -344,6 +344,35 @@ impl Mmu {
         }
     }
 
+    /// Takes blocks that had come from behind a sequence back into its hold; what is not kept stays
+    /// in `blocks`.
+    pub(super) fn hold_again(&self, slot: u32, last: u32, blocks: &mut Vec<u32>) {
+        let behind = (last.wrapping_add(1)..).zip(blocks.iter());
+        let ours = behind.take_while(|&(place, &block)| place == block).count() as u32;
+        let held = self.holds.of(slot);
+        let ours = last.wrapping_add(1)..last.wrapping_add(1) + ours;
+        let most = self.config.hold_blocks;
+        if !self.has_holds() || !held.is_empty() && held.start != ours.end {
+            return;
+        }
+        let n = (ours.len() as u32).min(most.saturating_sub(held.len() as u32));
+        if n < ours.len() as u32 && !held.is_empty() {
+            return;
+        }
+        let held = self.holds.clear(slot);
+        if held.is_empty() || held.start == ours.end {
+            blocks.drain(..n as usize);
+            let end = if held.is_empty() {
+                ours.start + n
+            } else {
+                held.end
+            };
+            self.keep(slot, ours.start..end);
+        } else {
+            self.keep(slot, held);
+        }
+    }
+
     fn keep(&self, slot: u32, held: Range<u32>) {
         if held.is_empty() {
             return;

@@ -5,6 +5,7 @@ use super::rows::{RowBuffers, Rows, write_slots};
 use super::write::Row;
 use crate::error::{Error, Result};
 use crate::state::{Entry, Mmu, Shared};
+use crate::stats::count;
 use crate::sync::MutexGuard;
 
 impl Mmu {
@@ -17,6 +18,10 @@ impl Mmu {
     ///
     /// Returns the copies (source, destination) to carry out before the step, and even if it is
     /// cancelled.
+    ///
+    /// Rows of pages: [`Error::Scattered`] if a row would not lie in whole pages. Where new blocks
+    /// come to lie is known only when they have been claimed, so cached blocks may have been evicted
+    /// for a call that is refused; nothing else has changed.
     pub fn prepare(
         &self,
         step: u64,
@@ -49,15 +54,21 @@ impl Mmu {
             Ok(claimed) => claimed,
             Err(error) => {
                 self.shrink_back(&mut batch);
-                for row in &batch[..done] {
-                    let (from, to) = self.extent(row);
-                    self.table.trim(row.sequence.space, from, to, from == 0);
-                }
+                self.trim(&batch[..done]);
                 return Err(error);
             }
         };
+        if let Err(error) = self.check_new_pages(&batch, &into, rows) {
+            let grown: usize = batch.iter().map(|row| row.fresh.len()).sum();
+            count(&self.stats.freed_blocks, into.len() + grown);
+            self.pool.give(&into);
+            self.shrink_back(&mut batch);
+            self.trim(&batch);
+            return Err(error);
+        }
 
         // From here on nothing fails.
+        rows.begin();
         let mut copies = Vec::new();
         let (mut into, mut tokens) = (into.into_iter(), new_tokens);
         let step_state = steps.get(step).expect("checked by the claim");
@@ -128,10 +139,13 @@ impl Mmu {
             };
             let (slot, sequence) = self.sequence(id)?;
             let from = sequence.scheduled;
-            let blocks = self.checked_blocks(from, query as usize)?;
-            rows.check_width(blocks.max(self.blocks_for(sequence.tokens)))?;
+            self.checked_blocks(from, query as usize)?;
             let to = from + query;
             let tokens_after = to.max(sequence.tokens);
+            rows.check_width(tokens_after)?;
+            if rows.has_pages() {
+                rows.check_pages(self, i, (id, &sequence), &[], &[])?;
+            }
             batch.push(Row {
                 id,
                 slot,
@@ -154,7 +168,31 @@ impl Mmu {
         )
     }
 
-    /// Everything that can fail: table nodes (`done` counts the rows that have theirs), the step,
+    /// Undoes the reservation of table nodes.
+    fn trim(&self, batch: &[Row<'_>]) {
+        for row in batch {
+            let (from, to) = self.extent(row);
+            self.table.trim(row.sequence.space, from, to, from == 0);
+        }
+    }
+
+    /// Rows of pages: refuses a batch one of whose claimed blocks is not where a page needs it.
+    fn check_new_pages(&self, batch: &[Row<'_>], into: &[u32], rows: &Rows) -> Result<()> {
+        if !rows.has_pages() {
+            return Ok(());
+        }
+        let mut rest = into;
+        for (i, row) in batch.iter().enumerate() {
+            let copies = row.writes.iter().filter(|write| write.2).count();
+            let (own, others) = rest.split_at(copies);
+            rest = others;
+            let own = [own, &row.fresh].concat();
+            rows.check_pages(self, i, (row.id, &row.sequence), &row.writes, &own)?;
+        }
+        Ok(())
+    }
+
+    /// Everything else that can fail: table nodes (`done` counts the rows that have theirs), the step,
     /// the blocks.
     #[allow(clippy::type_complexity)]
     fn claim_for<'a>(
@@ -194,9 +232,13 @@ impl Mmu {
         let mut sequences = Vec::with_capacity(ids.len());
         for &id in ids {
             let (_, sequence) = self.sequence(id)?;
-            rows.check_width(self.blocks_for(sequence.tokens))?;
+            rows.check_width(sequence.tokens)?;
+            if rows.has_pages() {
+                rows.check_pages(self, sequences.len(), (id, &sequence), &[], &[])?;
+            }
             sequences.push(sequence);
         }
+        rows.begin();
         for (i, (&id, sequence)) in ids.iter().zip(&sequences).enumerate() {
             rows.write(self, i, id, sequence, buffers);
         }

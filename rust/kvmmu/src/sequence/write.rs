@@ -86,10 +86,14 @@ impl Mmu {
         needed
     }
 
-    /// Gives back what rows had grown by in place, when the call fails.
+    /// Gives back what rows had grown by, when the call fails: to their holds, if it was theirs.
     pub(super) fn shrink_back(&self, rows: &mut [Row<'_>]) {
         for row in rows {
-            self.pool.give(&std::mem::take(&mut row.fresh));
+            let mut fresh = std::mem::take(&mut row.fresh);
+            if !fresh.is_empty() {
+                self.hold_again(row.slot, row.sequence.last, &mut fresh);
+                self.pool.give(&fresh);
+            }
         }
     }
 

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::{Loc, Pte, ROOT, Space, Table};
-use crate::sync::Ordering;
+use crate::sync::{AtomicU64, Ordering};
 
 /// One page of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,26 +97,40 @@ impl<const FANOUT: u32> Table<FANOUT> {
         })
     }
 
-    /// Appends the physical blocks of `from..to`, all mapped.
-    pub(crate) fn append_blocks(&self, space: Space, from: u32, to: u32, out: &mut Vec<u32>) {
-        out.reserve((to - from) as usize);
+    /// What maps `from..to`, all mapped, in order, each table visited once.
+    pub(crate) fn leaves(
+        &self,
+        space: Space,
+        from: u32,
+        to: u32,
+    ) -> impl Iterator<Item = Leaf<'_>> {
         let (mut at, end) = (space.virtual_of(from), space.virtual_of(to));
-        while at < end {
+        std::iter::from_fn(move || {
+            if at >= end {
+                return None;
+            }
             let stop = end.min((at / FANOUT + 1) * FANOUT);
             let upper = self.load(space.node, at / FANOUT);
-            let (low, n) = (at % FANOUT, stop - at);
-            if upper.is_leaf() {
-                let first = upper.block() + low;
-                out.extend(first..first + n);
+            let leaf = if upper.is_leaf() {
+                let first = upper.block() + at % FANOUT;
+                Leaf::Run(first..first + stop - at)
             } else {
-                let start = Self::loc(upper.node(), low) as usize;
-                let entries = &self.entries[start..start + n as usize];
-                // Acquire: as in `load`.
-                out.extend(
-                    (entries.iter()).map(|entry| Pte(entry.load(Ordering::Acquire)).block()),
-                );
-            }
+                let start = Self::loc(upper.node(), at % FANOUT) as usize;
+                Leaf::Entries(&self.entries[start..start + (stop - at) as usize])
+            };
             at = stop;
+            Some(leaf)
+        })
+    }
+
+    /// Appends the physical blocks of `from..to`, all mapped.
+    pub(crate) fn append_blocks(&self, space: Space, from: u32, to: u32, out: &mut Vec<u32>) {
+        out.reserve(to.saturating_sub(from) as usize);
+        for leaf in self.leaves(space, from, to) {
+            match leaf {
+                Leaf::Run(run) => out.extend(run),
+                Leaf::Entries(entries) => out.extend(entries.iter().map(block)),
+            }
         }
     }
 
@@ -164,6 +178,96 @@ impl<const FANOUT: u32> Table<FANOUT> {
             if self.load(upper.node(), low) == space {
                 return found;
             }
+        }
+    }
+}
+
+fn block(entry: &AtomicU64) -> u32 {
+    // Acquire: as in `Table::load`.
+    Pte(entry.load(Ordering::Acquire)).block()
+}
+
+/// What one entry of level 2 says about consecutive logical blocks, all mapped.
+#[derive(Debug, Clone)]
+pub(crate) enum Leaf<'a> {
+    /// They lie in one huge page.
+    Run(Range<u32>),
+    /// They are these entries of level 1.
+    Entries(&'a [AtomicU64]),
+}
+
+impl<'a> Leaf<'a> {
+    /// Blocks that it maps.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Leaf::Run(run) => run.len(),
+            Leaf::Entries(entries) => entries.len(),
+        }
+    }
+
+    /// Their physical blocks, in order.
+    pub(crate) fn blocks(self) -> impl Iterator<Item = u32> + 'a {
+        self.every(0, 1)
+    }
+
+    /// Every `step`th of them, from `skip` on: the others are not looked at.
+    pub(crate) fn every(self, skip: usize, step: usize) -> impl Iterator<Item = u32> + 'a {
+        let (run, entries) = match self {
+            Leaf::Run(run) => (run, &[][..]),
+            Leaf::Entries(entries) => (0..0, entries),
+        };
+        let run = run.skip(skip).step_by(step);
+        run.chain(entries.iter().skip(skip).step_by(step).map(block))
+    }
+
+    /// The same in groups of `size`, the last one as long as it is.
+    pub(crate) fn groups(self, size: usize) -> impl Iterator<Item = Leaf<'a>> {
+        let (run, entries) = match self {
+            Leaf::Run(run) => (run, &[][..]),
+            Leaf::Entries(entries) => (0..0, entries),
+        };
+        let end = run.end;
+        let cut = move |first: u32| Leaf::Run(first..end.min(first + size as u32));
+        let runs = run.step_by(size).map(cut);
+        runs.chain(entries.chunks(size).map(Leaf::Entries))
+    }
+
+    /// The first of its blocks, and whether the others follow it.
+    pub(crate) fn run(&self) -> (u32, bool) {
+        match self {
+            Leaf::Run(run) => (run.start, true),
+            Leaf::Entries(entries) => {
+                let first = entries.first().map_or(0, block);
+                let differ = (0u32..).zip(*entries).fold(0, |differ, (i, entry)| {
+                    differ | (block(entry) ^ first.wrapping_add(i))
+                });
+                (first, differ == 0)
+            }
+        }
+    }
+
+    /// The same, into a row of a table that kernels read, of as many entries.
+    pub(crate) fn write_to(self, row: &mut [i32]) {
+        let entries = match self {
+            Leaf::Run(run) => {
+                for (entry, block) in row.iter_mut().zip(run) {
+                    *entry = block as i32;
+                }
+                return;
+            }
+            Leaf::Entries(entries) => entries,
+        };
+        // Eight at a time: atomics are not loaded together, but the end is looked for once.
+        const AT_ONCE: usize = 8;
+        let (eights, mut rows) = (entries.chunks_exact(AT_ONCE), row.chunks_exact_mut(AT_ONCE));
+        let rest = eights.remainder();
+        for (entries, row) in eights.zip(&mut rows) {
+            for i in 0..AT_ONCE {
+                row[i] = block(&entries[i]) as i32;
+            }
+        }
+        for (entry, row) in rest.iter().zip(rows.into_remainder()) {
+            *row = block(entry) as i32;
         }
     }
 }
