@@ -5,7 +5,9 @@
 //! its own, and everything in the buffers is computed again from the blocks and lengths that the
 //! manager tells of each sequence: rows, padding, CSR, groups of rows, and what was said to be dirty.
 
-use kvmmu::{Cascade, CascadeLevel, Config, DirtyRow, Error, Keys, Mmu, Rows, Tables, Unit};
+use kvmmu::{
+    Cascade, CascadeLevel, Config, DirtyRow, Error, Keys, Mmu, Rows, States, Tables, Unit,
+};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -684,7 +686,9 @@ fn an_append_that_misses_the_page_is_told_by_the_next_export_and_prepare() {
             ..
         })
     ));
-    assert_eq!((&tables, mmu.states()), (&was, before));
+    // (A hold may be given up in vain: its blocks are empty either way.)
+    let plain = |states: States| States { held: 0, ..states };
+    assert_eq!((&tables, plain(mmu.states())), (&was, plain(before)));
     assert_eq!(mmu.block_table(first).unwrap(), blocks);
     mmu.end_step(step).unwrap();
     mmu.validate(Some((&rows, &tables.borrow()))).unwrap();
