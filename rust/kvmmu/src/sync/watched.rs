@@ -94,6 +94,11 @@ macro_rules! watched {
             }
 
             #[track_caller]
+            pub(crate) fn swap(&self, value: $value, order: Ordering) -> $value {
+                self.touched().swap(value, self::order(order, 0))
+            }
+
+            #[track_caller]
             pub(crate) fn fetch_add(&self, value: $value, order: Ordering) -> $value {
                 self.touched().fetch_add(value, self::order(order, 0))
             }

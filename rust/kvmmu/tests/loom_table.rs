@@ -1,0 +1,199 @@
+//! Models of the page table: readers without a lock beside the one writer of a space, with nodes of
+//! two entries, so that a huge page has two blocks. Every interleaving up to a bound on preemptions,
+//! and every reading that the memory model allows.
+//!
+//! What lives here: what a reader may see while an entry is replaced, a page is split or promoted,
+//! a space is truncated or closed, and its nodes become somebody else's. What never lives here: the
+//! pool (`loom.rs`), contents (`model.rs`).
+//!
+//!     RUSTFLAGS="--cfg loom" cargo test -p kvmmu --test loom_table
+#![cfg(loom)]
+
+use std::sync::Arc;
+
+use kvmmu::table::{Space, Table};
+use loom::thread;
+
+type Small = Table<2>;
+
+fn model(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    if builder.preemption_bound.is_none() {
+        builder.preemption_bound = Some(3);
+    }
+    builder.check(model);
+}
+
+/// A space of a slot with these blocks, one by one.
+fn space(table: &Small, slot: u32, blocks: &[u32]) -> Space {
+    let space = table.open(slot).unwrap();
+    fill(table, slot, space, blocks);
+    space
+}
+
+fn fill(table: &Small, slot: u32, space: Space, blocks: &[u32]) {
+    let n = blocks.len() as u32;
+    table.reserve(slot, space, 0, n, true).unwrap();
+    for (index, &block) in (0..).zip(blocks) {
+        table.map(space, index, block, 0);
+    }
+}
+
+#[test]
+fn a_reader_sees_the_old_block_or_the_new_one() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4, 5]);
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || assert!(table.remap(own, 1, 5, 9)))
+        };
+        let seen = table.look(0, 1);
+        assert!(seen == Some(5) || seen == Some(9), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!(table.look(0, 1), Some(9));
+    });
+}
+
+#[test]
+fn of_two_remaps_one_wins() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4]);
+        let other = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.remap(own, 0, 4, 8))
+        };
+        let mine = table.remap(own, 0, 4, 9);
+        let other = other.join().unwrap();
+        assert!(mine != other);
+        assert_eq!(table.look(0, 0), Some(if mine { 9 } else { 8 }));
+    });
+}
+
+#[test]
+fn a_remap_that_meets_a_truncation_loses_or_comes_first() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4, 5]);
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.unmap(own, 1, 2, 0..1))
+        };
+        let seen = {
+            table.remap(own, 0, 4, 9);
+            table.look(0, 1)
+        };
+        assert!(seen == Some(5) || seen.is_none(), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!((table.look(0, 0), table.look(0, 1)), (Some(9), None));
+    });
+}
+
+/// The node of a truncated space goes to another slot at once: its block is never seen in ours.
+#[test]
+fn a_reader_never_sees_what_a_reused_node_maps_for_somebody_else() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4, 5]);
+        let other = table.open(1).unwrap();
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.unmap(own, 0, 2, 0..0);
+                fill(&table, 1, other, &[70, 71]);
+            })
+        };
+        let seen = table.look(0, 0);
+        assert!(seen == Some(4) || seen.is_none(), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!((table.look(0, 0), table.look(1, 0)), (None, Some(70)));
+    });
+}
+
+/// As above, and the node comes back to the place where it was.
+#[test]
+fn a_node_that_came_back_is_not_taken_for_the_one_that_went() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4]);
+        let other = table.open(1).unwrap();
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.unmap(own, 0, 1, 0..0);
+                fill(&table, 1, other, &[70]);
+                table.unmap(other, 0, 1, 0..0);
+                fill(&table, 0, own, &[6]);
+            })
+        };
+        let seen = table.look(0, 0);
+        let allowed = [Some(4), None, Some(6)];
+        assert!(allowed.contains(&seen), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!(table.look(0, 0), Some(6));
+    });
+}
+
+#[test]
+fn a_slot_that_is_closed_and_opened_again_shows_one_of_its_sequences() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4]);
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.unmap(own, 0, 1, 0..0);
+                table.close(0, own);
+                // The nodes are swapped: what was level 2 is level 1 now.
+                space(&table, 0, &[20]);
+            })
+        };
+        let seen = table.look(0, 0);
+        assert!([Some(4), None, Some(20)].contains(&seen), "{seen:?}");
+        writer.join().unwrap();
+    });
+}
+
+#[test]
+fn a_split_and_a_move_of_one_half_never_show_a_third_block() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = table.open(0).unwrap();
+        table.reserve(0, own, 0, 2, true).unwrap();
+        table.map(own, 0, 4, 1);
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.split(0, own, 1, 0);
+                assert!(table.remap(own, 1, 5, 9));
+            })
+        };
+        let (low, high) = (table.look(0, 0), table.look(0, 1));
+        assert_eq!(low, Some(4));
+        assert!(high == Some(5) || high == Some(9), "{high:?}");
+        writer.join().unwrap();
+        assert_eq!(table.look(0, 1), Some(9));
+    });
+}
+
+/// Promoted, moved as a whole (unmapped and mapped elsewhere), split again: a reader that looked at
+/// the node before it became a huge page's does not take its new entries for the old ones.
+#[test]
+fn a_promotion_and_a_split_again_show_no_half_of_both() {
+    model(|| {
+        let table = Arc::new(Small::new(8).unwrap());
+        let own = space(&table, 0, &[4, 5]);
+        let writer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.promote(own, 0, 1);
+                table.split(0, own, 0, 0);
+            })
+        };
+        for _ in 0..2 {
+            assert_eq!((table.look(0, 0), table.look(0, 1)), (Some(4), Some(5)));
+        }
+        writer.join().unwrap();
+    });
+}
