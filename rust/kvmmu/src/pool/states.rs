@@ -381,6 +381,25 @@ impl Pool {
         (0..self.physical.span / 512).filter_map(cached).collect()
     }
 
+    /// A run of `n` blocks, empty or evictable, in the highest window that has one beside live
+    /// blocks. Looks into so many windows.
+    pub(crate) fn available_run(&self, n: u32, looks: usize) -> Option<Range<u32>> {
+        let windows = (0..self.physical.span / WINDOW).rev();
+        let partly = windows.filter_map(|window| {
+            let mut bits = [0; 8];
+            for (bits, (line, evictable)) in bits.iter_mut().zip(self.window(window)) {
+                *bits = !line | evictable;
+            }
+            let available: u32 = bits.iter().map(|word| word.count_ones()).sum();
+            (available >= n && available < WINDOW).then_some((window, bits))
+        });
+        partly.take(looks).find_map(|(window, bits)| {
+            let longest = crate::compact::measure::longest(&bits, WINDOW);
+            let first = window * WINDOW + longest.largest_start;
+            (longest.largest >= n).then(|| first..first + n)
+        })
+    }
+
     /// Lines of a window, and the bits of its evictable blocks.
     fn window(&self, window: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
         let words = window as usize * 8..(window as usize + 1) * 8;

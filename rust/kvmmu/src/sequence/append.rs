@@ -41,7 +41,7 @@ impl Mmu {
             }
         };
         let claim = self.complete(reserved, shared.as_deref_mut());
-        let into = self.claim_rows(&mut rows, &needed, claim);
+        let into = self.claim_rows(&mut rows, &needed, claim, shared.as_deref_mut());
         let mut copies = Vec::new();
         self.grow(
             None,

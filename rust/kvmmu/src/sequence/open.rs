@@ -186,6 +186,7 @@ impl Mmu {
             let kept = self.config.num_blocks / 512 / KEPT;
             self.make_windows(&mut shared, part.regions() + kept);
         }
+        self.make_room(&mut shared, part);
         let mut fresh = Vec::with_capacity(part.n as usize);
         let placed = self.reserve(&shared, part.n, 0).and_then(|reserved| {
             let mut claim = self.complete(reserved, Some(&mut shared));

@@ -458,6 +458,31 @@ impl Mmu {
         self.holds_by_window().iter().filter(alone).count() as u32
     }
 
+    /// Sees to it that the end of a part, what lies behind its last region, finds room for one run
+    /// beside live blocks, so that it opens no window: cached blocks that are in the way go.
+    pub(super) fn make_room(&self, shared: &mut Shared, part: Part) {
+        let end = part.at + part.n;
+        let n = match part.regions() {
+            0 => part.n,
+            _ => end % REGION,
+        };
+        let wanted = n + self.config.hold_blocks + (1 << self.config.page_orders.alignment()) - 1;
+        if n == 0 || wanted > REGION || self.config.placement != Placement::AddressOrder {
+            return;
+        }
+        let Some(run) = self.pool.available_run(wanted, 64) else {
+            return;
+        };
+        let mut empty = Vec::new();
+        for block in run {
+            if self.pool.is_evictable(block) {
+                self.evict_block(shared, block, &mut empty);
+                empty.push(block);
+            }
+        }
+        self.pool.give(&empty);
+    }
+
     /// Breaks the holds of windows in which nothing else lies that is not cached. Returns whether
     /// there were any.
     fn break_holds_of_windows(&self) -> bool {

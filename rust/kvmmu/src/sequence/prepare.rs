@@ -220,7 +220,7 @@ impl Mmu {
             return Err(error);
         }
         let claim = self.complete(reserved, shared.as_deref_mut());
-        let into = self.claim_rows(batch, &needed, claim);
+        let into = self.claim_rows(batch, &needed, claim, shared.as_deref_mut());
         Ok((shared, into, steps))
     }
 

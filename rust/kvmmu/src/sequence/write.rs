@@ -103,6 +103,7 @@ impl Mmu {
         rows: &mut [Row<'_>],
         needed: &Needed,
         mut claim: Claim,
+        mut shared: Option<&mut Shared>,
     ) -> Vec<u32> {
         let mut copies = Vec::with_capacity(needed.copies as usize);
         let apart = (Zone::Body, Fit::Apart);
@@ -140,6 +141,9 @@ impl Mmu {
                 zone: Zone::Body,
                 contiguous: 0,
             };
+            if let Some(shared) = shared.as_deref_mut() {
+                self.make_room(shared, part);
+            }
             let placed = self.place(&mut claim, part, false, &mut row.fresh);
             placed.expect("nothing was required");
             self.hold_behind(row.slot, *row.fresh.last().expect("just claimed"));
