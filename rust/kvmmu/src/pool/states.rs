@@ -404,10 +404,10 @@ impl Pool {
     fn window(&self, window: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
         let words = window as usize * 8..(window as usize + 1) * 8;
         let none = std::iter::repeat(0);
-        // Acquire: pairs with the claim or release that changed the bit. Relaxed: an index.
+        // Relaxed, both: whoever decides by it looks again, or lives with what changes meanwhile.
         let lines = words
             .clone()
-            .map(|at| self.physical.lines[at].load(Ordering::Acquire));
+            .map(|at| self.physical.lines[at].load(Ordering::Relaxed));
         let end = words.end.min(self.evictable.len());
         let evictable = self.evictable[words.start.min(end)..end].iter();
         lines.zip(evictable.map(|ev| ev.load(Ordering::Relaxed)).chain(none))

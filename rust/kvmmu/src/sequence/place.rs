@@ -467,7 +467,8 @@ impl Mmu {
             _ => end % REGION,
         };
         let wanted = n + self.config.hold_blocks + (1 << self.config.page_orders.alignment()) - 1;
-        if n == 0 || wanted > REGION || self.config.placement != Placement::AddressOrder {
+        let none = n == 0 || wanted > REGION || self.pool.num_evictable() == 0;
+        if none || self.config.placement != Placement::AddressOrder {
             return;
         }
         let Some(run) = self.pool.available_run(wanted, 64) else {
