@@ -142,6 +142,12 @@ impl<const BITS: u32, const WORDS: usize> World<BITS, WORDS> {
         self.pool.release_page(first, order).unwrap();
     }
 
+    /// With all blocks held: a search finds nothing, and the open index forgets all windows. Whoever
+    /// has credits then finds a window only if he sees its counter risen.
+    fn forget(&self) {
+        assert_eq!(self.pool.claim(), None);
+    }
+
     /// All threads are done: everything adds up, so many blocks are empty, and what the lines show
     /// is to be had, in every shape.
     fn settle(&self, empty: u32) {
@@ -446,6 +452,33 @@ fn two_searches_and_a_release_leave_the_page_to_be_found() {
         let got = others.map(|other| other.join().unwrap());
         let pages = got.iter().flatten().count() + usize::from(mine.is_some());
         world.settle(3 - 2 * pages as u32);
+    });
+}
+
+/// The same when the second search is for a run, sees the page and does not take it.
+#[test]
+#[ignore = "minutes: scripts/deep runs it"]
+fn a_search_that_finds_a_page_leaves_it_to_be_found() {
+    model(3, || {
+        let world = Two::new(10);
+        world.batch(10).unwrap();
+        world.release_batch(&[0, 3, 4, 6, 8]);
+        assert_eq!(world.page(1), None);
+        // The first window is worth a look again, and all credits are in the total.
+        world.exact(0, 1).unwrap();
+        world.release(0);
+        assert_eq!(world.batch(10), None);
+        let others = [
+            world.spawn(1, |world| {
+                world.release(1);
+                None
+            }),
+            world.spawn(2, |world| world.run(3)),
+        ];
+        let mine = world.page(1);
+        let runs = others.map(|other| other.join().unwrap());
+        assert_eq!(runs, [None, None]);
+        world.settle(6 - 2 * u32::from(mine.is_some()));
     });
 }
 
@@ -977,6 +1010,107 @@ fn what_holders_wrote_in_two_blocks_is_before_the_next_owner() {
     }
 }
 
+/// Credits that a thread finds in its wallet stand for a window whose counter has risen, though it
+/// knows nothing else of the release.
+#[test]
+fn what_is_in_a_wallet_is_found_in_a_window() {
+    model(2, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        world.forget();
+        let other = world.spawn(2, |world| world.release_batch(&[0, 1]));
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        other.join().unwrap();
+        world.settle(2 - mine);
+    });
+}
+
+/// The same for the total.
+#[test]
+fn what_is_in_the_total_is_found_in_a_window() {
+    model(2, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        world.forget();
+        let other = world.spawn(1, |world| {
+            world.release_batch(&[0, 1]);
+            assert_eq!(world.batch(3), None);
+        });
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        other.join().unwrap();
+        world.settle(2 - mine);
+    });
+}
+
+/// The same when a third thread carries them from the wallet to the total.
+#[test]
+fn what_is_carried_to_the_total_is_found_in_a_window() {
+    model(1, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        world.forget();
+        let batch = |world: &Two, n| world.batch(n).map_or(0, |blocks| blocks.len() as u32);
+        let others = [
+            world.spawn(1, |world| {
+                world.release_batch(&[0, 1]);
+                0
+            }),
+            world.spawn(1, move |world| batch(world, 3)),
+            world.spawn(2, move |world| batch(world, 2)),
+        ];
+        let [_, refused, got] = others.map(|other| other.join().unwrap());
+        assert_eq!(refused, 0);
+        world.settle(2 - got);
+    });
+}
+
+/// The total was drawn, and as many other credits have come since: they are found where they are.
+#[test]
+fn a_total_that_is_the_same_again_stands_for_other_windows() {
+    model(2, || {
+        let world = Two::new(8);
+        world.batch(8).unwrap();
+        world.forget();
+        world.release_batch(&[0, 1]);
+        assert_eq!(world.batch(9), None);
+        let other = world.spawn(1, |world| {
+            let first = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+            world.release_batch(&[4, 5]);
+            assert_eq!(world.batch(9), None);
+            first
+        });
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        let theirs = other.join().unwrap();
+        world.settle(4 - mine - theirs);
+    });
+}
+
+/// As `a_refused_batch_makes_no_other_claim_fail`, when the thread of the home itself is refused: the
+/// other finds the home just left, and the credits in its hand.
+#[test]
+fn a_home_that_is_just_left_has_its_credits_in_hand() {
+    model(2, || {
+        let world = Two::new(4);
+        world.claim().unwrap();
+        let other = world.spawn(1, |world| world.claim().unwrap());
+        assert_eq!(world.batch(4), None);
+        other.join().unwrap();
+        world.settle(2);
+    });
+}
+
+/// As `enough_for_everybody_is_enough`, in the smallest pool.
+#[test]
+fn two_blocks_are_enough_for_two() {
+    model(3, || {
+        let world = World::<1, 2>::new(2);
+        let other = world.spawn(1, |world| world.claim().unwrap());
+        let mine = world.claim().unwrap();
+        assert_ne!(mine, other.join().unwrap());
+        world.settle(0);
+    });
+}
+
 /// Blocks that are shared and published come and go two at a time, by two threads.
 #[test]
 fn references_of_two_blocks_add_up() {
@@ -1023,6 +1157,71 @@ fn what_a_reviver_wrote_is_before_the_next_owner() {
         }
         other.join().unwrap();
         world.settle(0);
+    });
+}
+
+/// Whoever holds a block that was cached sees what was written before it was published, and nothing
+/// else as long as it holds it, whether it is the block that it found or one that came since.
+#[test]
+fn what_a_reviver_reads_stays() {
+    model(2, || {
+        let world = Two::new(1);
+        let block = world.claim().unwrap();
+        world.pool.publish(&[block]).unwrap();
+        world.pool.release(block).unwrap();
+        let other = world.spawn(1, move |world| {
+            if world.pool.evict(block) {
+                assert_eq!(world.pool.claim(), Some(block));
+                world.memory[0].store(2, Relaxed);
+                world.pool.publish(&[block]).unwrap();
+                world.pool.release(block).unwrap();
+            }
+        });
+        if world.pool.revive(&[block]).is_ok() {
+            let read = world.memory[0].load(Relaxed);
+            assert_eq!(read, world.memory[0].load(Relaxed));
+        }
+        other.join().unwrap();
+        world.pool.audit().unwrap();
+    });
+}
+
+/// The evictable index when a block that was just cached is revived and cached again.
+#[test]
+fn the_evictable_index_follows_the_word_back() {
+    model(2, || {
+        let world = Two::new(2);
+        let block = world.claim().unwrap();
+        world.pool.publish(&[block]).unwrap();
+        let other = world.spawn(1, move |world| {
+            world.pool.revive(&[block]).unwrap();
+            world.pool.release(block).unwrap();
+        });
+        world.pool.release(block).unwrap();
+        other.join().unwrap();
+        let states = world.pool.states();
+        assert_eq!((states.cached, states.available), (1, 2));
+        world.pool.audit().unwrap();
+    });
+}
+
+/// As the manager does it: one holder gives up under the lock, and the one that is left finds out
+/// without it, and writes.
+#[test]
+fn the_only_holder_left_writes_after_the_others() {
+    model(2, || {
+        let world = Two::new(2);
+        let block = world.claim().unwrap();
+        world.pool.retain(&[block]).unwrap();
+        let other = world.spawn(1, move |world| {
+            world.disown([block]);
+            world.pool.let_go_under_lock(block);
+        });
+        if world.pool.is_private(block) {
+            world.own([block]);
+        }
+        other.join().unwrap();
+        world.pool.audit().unwrap();
     });
 }
 
