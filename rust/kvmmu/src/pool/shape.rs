@@ -121,7 +121,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// A search found no page of this order: the window leaves the order's index, unless a second
     /// search, after the mark, finds one (then it is returned).
-    fn give_up_on(&self, window: u32, order: u32) -> Option<u32> {
+    pub(crate) fn give_up_on(&self, window: u32, order: u32) -> Option<u32> {
         let mark = barren(order);
         let index = &self.may[order as usize - 1];
         // Acquire: pairs with `raise`: releases counted before this mark are seen below; those

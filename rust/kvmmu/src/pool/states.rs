@@ -239,21 +239,6 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     }
 }
 
-/// For models: what [`crate::Mmu`] does with words.
-#[cfg(loom)]
-impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
-    /// One of several holders gives a block up.
-    pub fn let_go_under_lock(&self, block: u32) {
-        let less = self.word(block).released();
-        self.set_word(block, less.expect("somebody else holds it too"));
-    }
-
-    /// Whether the caller is the only holder of a block, asked without a lock.
-    pub fn is_private(&self, block: u32) -> bool {
-        self.word(block) == Word::PRIVATE
-    }
-}
-
 /// Bitmaps of 64 blocks a word, whatever the geometry would be in a model checker.
 impl Pool {
     /// Bits of the empty blocks.
