@@ -1,9 +1,8 @@
 //! Models of the pool: every interleaving, up to a bound on preemptions, and every reading that the
 //! memory model allows, of a few operations by two or three threads on the shipped code.
 //!
-//! What lives here: programs as small as reach their path, in pools of two windows of four or
-//! eight blocks. What never lives here: random programs (`pool.rs`, `shuttle.rs`,
-//! `examples/stress.rs`).
+//! What lives here: programs as small as reach their path, in pools of at most ten blocks. What
+//! never lives here: random programs (`pool.rs`, `shuttle.rs`, `examples/stress.rs`).
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test -p kvmmu --test loom
 //!
@@ -981,6 +980,22 @@ fn a_refused_batch_carries_a_wallet_and_makes_no_other_claim_fail() {
     });
 }
 
+/// What a thread carries from another's wallet to the total is drawn by that one into its hand: there
+/// is enough for both.
+#[test]
+fn what_is_carried_to_the_total_and_drawn_is_in_a_hand() {
+    model(3, || {
+        let world = World::<1, 2>::new(2);
+        let blocks = world.batch(2).unwrap();
+        world.release_batch(&blocks);
+        let other = world.spawn(2, |world| world.claim().unwrap());
+        this_is_thread(1);
+        world.claim().unwrap();
+        other.join().unwrap();
+        world.settle(0);
+    });
+}
+
 /// Credits that a refused batch carries from a seat to the total can be used at once by a thread
 /// that knows nothing of the window, which the open index had forgotten.
 #[test]
@@ -1172,21 +1187,20 @@ fn what_a_reviver_wrote_is_before_the_next_owner() {
     });
 }
 
-/// Whoever holds a block that was cached sees what was written before it was published, and nothing
-/// else as long as it holds it, whether it is the block that it found or one that came since.
+/// Whoever revives a block sees what was written before it was published, and nothing else as long
+/// as he holds it, whether it is the block that he found or one that came since with the same word.
 #[test]
 fn what_a_reviver_reads_stays() {
     model(2, || {
         let world = Two::new(1);
         let block = world.claim().unwrap();
         world.pool.publish(&[block]).unwrap();
-        world.pool.release(block).unwrap();
         let other = world.spawn(1, move |world| {
+            world.pool.release(block).unwrap();
             if world.pool.evict(block) {
                 assert_eq!(world.pool.claim(), Some(block));
                 world.memory[0].store(2, Relaxed);
                 world.pool.publish(&[block]).unwrap();
-                world.pool.release(block).unwrap();
             }
         });
         if world.pool.revive(&[block]).is_ok() {
