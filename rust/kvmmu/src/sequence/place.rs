@@ -14,6 +14,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::config::PageOrders;
 use crate::error::{Error, Result};
 use crate::pool::{Fit, Placement, Zone};
 use crate::state::{Mmu, Shared};
@@ -467,8 +468,10 @@ impl Mmu {
             _ => end % REGION,
         };
         let wanted = n + self.config.hold_blocks + (1 << self.config.page_orders.alignment()) - 1;
+        // Single blocks without holds are served as they come, and the cache loses the oldest.
+        let plain = self.config.page_orders == PageOrders::SINGLE && !self.has_holds();
         let none = n == 0 || wanted > REGION || self.pool.num_evictable() == 0;
-        if none || self.config.placement != Placement::AddressOrder {
+        if plain || none || self.config.placement != Placement::AddressOrder {
             return;
         }
         let Some(run) = self.pool.available_run(wanted, 64) else {
