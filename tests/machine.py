@@ -1429,7 +1429,7 @@ class MMUMachine(RuleBasedStateMachine):
             first = np.flatnonzero(blocks[: max(0, len(blocks) - size + 1)] % size == 0)
             whole = together[first + size - 1] - together[first] == size - 1
             assert count <= whole.sum(), f"sequence {sequence}: pages of order {order}"
-        for logical in {0, released, released + len(blocks) // 2, len(row) - 1, len(row)}:
+        for logical in {0, released, released + len(blocks) // 2, max(1, len(row)) - 1, len(row)}:
             inside = released <= logical < len(row)
             assert self.mmu.look(sequence, logical) == (row[logical] if inside else None)
 
