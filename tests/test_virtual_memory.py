@@ -144,11 +144,12 @@ def test_required_huge_pages_that_are_not_to_be_had_are_refused() -> None:
 
 
 def test_huge_pages_are_refused_where_the_pool_or_the_caller_has_none() -> None:
-    for mmu, keys in (
+    cases: list[tuple[MMU, dict[str, Any]]] = [
         (MMU(2048, 1, page_orders=(0, 2)), {}),
         (MMU(2048, 1), {"page_orders": (0, 2)}),
         (MMU(2048, 1, placement="scatter"), {}),
-    ):
+    ]
+    for mmu, keys in cases:
         with pytest.raises(Fragmented):
             mmu.open(ints(0, 1030), require="huge", **keys)
         assert mmu.states()["empty"] == 2048

@@ -173,8 +173,7 @@ def table(figures: dict[str, Any]) -> RenderableType:
         line("fragmentation", f"{f['fragmentation_ratio_mean']:.3f}", "1 - largest run / available")
         line("runs a sequence", f"{f['runs_per_sequence_mean']:.1f}", "on average")
         shares = ", ".join(
-            f"{share:.1%} by {1 << int(order)}"
-            for order, share in f["token_share_by_page"].items()
+            f"{share:.1%} by {1 << int(order)}" for order, share in f["token_share_by_page"].items()
         )
         if len(o["page_orders"]) > 1:
             line("pages", shares, "share of blocks mapped by pages of so many")
