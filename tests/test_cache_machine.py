@@ -50,6 +50,9 @@ class CacheMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         auto=st.booleans(),
         null=st.sampled_from(["last", "last", "first", 2]),
+        page_orders=st.sampled_from([(0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 9)]),
+        hold_blocks=st.integers(0, 8),
+        dedup=st.booleans(),
         opened=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     )
     def build(
@@ -63,6 +66,9 @@ class CacheMachine(RuleBasedStateMachine):
         caching: bool,
         auto: bool,
         null: str | int,
+        page_orders: tuple[int, ...],
+        hold_blocks: int,
+        dedup: bool,
         opened: list[int],
     ) -> None:
         self.pool = SmallCache(
@@ -76,6 +82,10 @@ class CacheMachine(RuleBasedStateMachine):
             prefix_caching=caching,
             auto_compact=auto,
             null_block=null,
+            page_orders=page_orders,
+            medium_from=0,
+            hold_blocks=hold_blocks,
+            dedup=dedup,
             compaction_start=0.0,
             compaction_stop=0.0,
             budget_blocks=5,

@@ -125,7 +125,7 @@ def test_slots_are_the_same_whatever_an_entry_is() -> None:
 
 
 def test_pages_are_numbers_of_aligned_groups_and_a_tail_begins_one() -> None:
-    mmu = MMU(63, BLOCK, null_block="first")
+    mmu = MMU(63, BLOCK, null_block="first", page_orders=(0,), hold_blocks=0)
     buffers = tables(mmu, page_order=3)
     assert (buffers.kernel_block_size, buffers.null_entry, buffers.page_order) == (128, 0, 3)
     sequence = aligned(mmu, 11 * BLOCK - 3, 3)
@@ -139,7 +139,8 @@ def test_pages_are_numbers_of_aligned_groups_and_a_tail_begins_one() -> None:
 
 
 def test_a_sequence_that_lies_in_no_pages_is_refused_with_its_group() -> None:
-    mmu = MMU(63, BLOCK, null_block="first", prefix_caching=False)
+    single: dict[str, Any] = {"page_orders": (0,), "hold_blocks": 0}
+    mmu = MMU(63, BLOCK, null_block="first", prefix_caching=False, **single)
     buffers = tables(mmu, page_order=1)
     good = aligned(mmu, 2 * BLOCK, 1)
     mmu.export(longs(good), buffers)
