@@ -693,7 +693,6 @@ def test_a_hole_of_3000_blocks_stops_no_compaction() -> None:
     pool.free(one, rest)
 
 
-@pytest.mark.xfail(strict=True, raises=Fragmented, reason="the oldest are dropped instead")
 def test_survivors_that_pin_a_page_each_are_known_to_the_eviction() -> None:
     """Kind 13. Three of four huge pages keep one block in use; what is dropped for a huge page is
     what makes a window whole, though it was used last."""

@@ -42,7 +42,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             for length in LONG {
                 left -= self.fill(length, &partial, left, &mut runs);
             }
-            while left >= OPENS && self.vacant.count() > self.windows() / KEPT {
+            while left >= OPENS && self.whole_windows() > self.windows() / KEPT {
                 let Some(run) = self.open_whole(&zone, left) else {
                     break;
                 };
@@ -92,7 +92,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return Some(first);
         }
         for zone in self.zones(zone) {
-            if self.vacant.count() <= self.windows() / KEPT {
+            if self.whole_windows() <= self.windows() / KEPT {
                 break;
             }
             let open = |window| {
@@ -171,6 +171,16 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             End::Low => zone.start..whole.unwrap_or(zone.end),
             End::High => whole.map_or(zone.start, |window| window + 1)..zone.end,
         }
+    }
+
+    /// Whole windows, as far as their counters tell: those that are nobody's home.
+    pub(crate) fn whole_windows(&self) -> u32 {
+        let mut whole = 0;
+        self.vacant.find_map(0..self.windows(), End::Low, |window| {
+            whole += u32::from(self.is_whole(window));
+            None::<()>
+        });
+        whole
     }
 
     /// A look at a window of the vacant index, which learns if it is not whole any more.

@@ -175,13 +175,6 @@ impl Index {
         }
     }
 
-    /// How many are set.
-    pub(crate) fn count(&self) -> u32 {
-        // Relaxed: a hint.
-        let ones = |word: &AtomicU64| word.load(Ordering::Relaxed).count_ones();
-        self.bits.iter().map(ones).sum()
-    }
-
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         8 * (self.bits.len() + self.summary.len())

@@ -415,11 +415,6 @@ impl Pool {
         lines.zip(evictable.map(|ev| ev.load(Ordering::Relaxed)).chain(none))
     }
 
-    /// Windows that the index of whole ones shows.
-    pub(crate) fn whole_windows(&self) -> u32 {
-        self.physical.vacant.count()
-    }
-
     /// The lines, as far as there are blocks.
     fn lines(&self) -> impl Iterator<Item = u64> {
         let words = self.physical.span.div_ceil(64) as usize;

@@ -430,15 +430,21 @@ impl Mmu {
     /// Sees to it that `n` windows are whole, as far as windows without live blocks make that
     /// possible: those with the fewest cached blocks lose them.
     pub(super) fn make_windows(&self, shared: &mut Shared, n: u32) {
-        let whole = self.pool.whole_windows();
-        if whole >= n || self.config.placement != Placement::AddressOrder {
+        if self.config.placement != Placement::AddressOrder {
             return;
         }
-        self.break_holds_of_windows();
         let mut idle = self.pool.idle_windows();
+        let is_whole = |&&(cached, _): &&(u32, u32)| cached == 0;
+        if idle.iter().filter(is_whole).count() as u32 >= n {
+            return;
+        }
+        if self.break_holds_of_windows() {
+            idle = self.pool.idle_windows();
+        }
+        let whole = idle.iter().filter(is_whole).count() as u32;
         idle.retain(|&(cached, _)| cached > 0);
         idle.sort_unstable();
-        for (_, window) in idle.into_iter().take((n - whole) as usize) {
+        for (_, window) in idle.into_iter().take(n.saturating_sub(whole) as usize) {
             let mut empty = Vec::new();
             for block in window * REGION..(window + 1) * REGION {
                 if self.pool.is_evictable(block) {
