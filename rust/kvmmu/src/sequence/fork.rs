@@ -19,9 +19,8 @@ impl Mmu {
             return Err(error);
         }
         let mut shared = self.shared();
-        let pages = || self.table.pages(parent.space, first, mapped);
-        let full = |block| self.pool.word(block).references() == MAX_REFERENCES;
-        if pages().any(|page| page.blocks().any(full)) {
+        let stretches = || self.table.stretches(parent.space, first, mapped);
+        if stretches().any(|stretch| self.pool.any_full(stretch.blocks())) {
             self.table.trim(child.space, first, mapped, true);
             self.give_slot(slot, child);
             let limit = u64::from(MAX_REFERENCES);
@@ -31,13 +30,13 @@ impl Mmu {
                 limit,
             });
         }
-        for page in pages() {
-            self.retain_range(&mut shared, page.blocks());
-            let loc = self
-                .table
-                .map(child.space, page.index, page.block, page.order);
-            self.reverse
-                .add(&mut shared.chains, (page.order, page.number()), loc);
+        for stretch in stretches() {
+            self.retain_range(&mut shared, stretch.blocks());
+            let loc = self.table.map_as(child.space, stretch);
+            let order = stretch.page.order;
+            for ((number, _), loc) in stretch.entries().zip(loc..) {
+                self.reverse.add(&mut shared.chains, (order, number), loc);
+            }
         }
         drop(shared);
         *child = Sequence {

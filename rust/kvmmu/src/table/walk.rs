@@ -26,10 +26,29 @@ impl Page {
     pub(crate) fn number(self) -> u32 {
         self.block >> self.order
     }
+}
 
+/// Consecutive single blocks of a sequence that are consecutive physically and in the table as well;
+/// or one larger page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stretch {
+    /// The first page.
+    pub(crate) page: Page,
+    /// Pages.
+    pub(crate) n: u32,
+}
+
+impl Stretch {
     /// Its physical blocks.
     pub(crate) fn blocks(self) -> Range<u32> {
-        self.block..self.block + (1 << self.order)
+        self.page.block..self.page.block + (self.n << self.page.order)
+    }
+
+    /// Number of each page, and where its entry stands.
+    pub(crate) fn entries(self) -> impl DoubleEndedIterator<Item = (u32, Loc)> {
+        let Page { loc, .. } = self.page;
+        let number = self.page.number();
+        (0..self.n).map(move |i| (number + i, loc + i))
     }
 }
 
@@ -94,6 +113,37 @@ impl<const FANOUT: u32> Table<FANOUT> {
                 at = page.index + (1 << page.order);
                 page
             })
+        })
+    }
+
+    /// The same, single blocks as many at once as there can be.
+    pub(crate) fn stretches(
+        &self,
+        space: Space,
+        from: u32,
+        to: u32,
+    ) -> impl Iterator<Item = Stretch> + '_ {
+        let mut at = from;
+        std::iter::from_fn(move || {
+            if at >= to {
+                return None;
+            }
+            let page = self.page(space, at);
+            let mut n = 1;
+            if page.order == 0 {
+                let inside = FANOUT - page.loc % FANOUT;
+                let most = inside.min(to - at);
+                let behind = page.loc as usize + 1..(page.loc + most) as usize;
+                let follow = self.entries[behind].iter().zip(page.block + 1..);
+                // Acquire: as in `load`.
+                n += follow
+                    .take_while(|&(entry, block)| {
+                        entry.load(Ordering::Acquire) == Pte::leaf(block, 0).0
+                    })
+                    .count() as u32;
+            }
+            at = page.index + (n << page.order);
+            Some(Stretch { page, n })
         })
     }
 
