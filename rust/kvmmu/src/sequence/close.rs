@@ -76,7 +76,9 @@ impl Mmu {
         if from > sequence.first {
             self.cut_before(shared, slot, sequence, from);
         }
-        let pages: Vec<Stretch> = self.table.stretches(sequence.space, from, mapped).collect();
+        let mut pages = std::mem::take(&mut shared.unmapping);
+        self.table
+            .each_stretch(sequence.space, from, mapped, |stretch| pages.push(stretch));
         let last = if from > sequence.first {
             self.table.block(sequence.space, from - 1)
         } else {
@@ -86,7 +88,7 @@ impl Mmu {
         sequence.last = last;
         self.table
             .unmap(sequence.space, from, mapped, sequence.first..from);
-        self.release_pages(shared, &pages);
+        self.release_pages(shared, pages);
     }
 
     /// Releases the blocks in front of a token, for attention that looks back only so far: their
@@ -116,7 +118,9 @@ impl Mmu {
         }
         let mut shared = self.shared();
         self.cut_before(&mut shared, slot, &mut sequence, to);
-        let pages: Vec<Stretch> = self.table.stretches(sequence.space, first, to).collect();
+        let mut pages = std::mem::take(&mut shared.unmapping);
+        self.table
+            .each_stretch(sequence.space, first, to, |stretch| pages.push(stretch));
         self.forget(&mut sequence, NONE, &pages);
         let next = self.table.block(sequence.space, to);
         let before = self.table.block(sequence.space, to - 1);
@@ -125,7 +129,7 @@ impl Mmu {
         self.table.unmap(sequence.space, first, to, to..mapped);
         sequence.first = to;
         sequence.version = sequence.version.wrapping_add(1);
-        self.release_pages(&mut shared, &pages);
+        self.release_pages(&mut shared, pages);
         count(&self.stats.released_before, (to - first) as usize);
         Ok(to - first)
     }
@@ -142,7 +146,7 @@ impl Mmu {
 
     /// Releases the blocks of pages that are no longer mapped, last first: a leaf enters the order
     /// of eviction before its parent.
-    fn release_pages(&self, shared: &mut Shared, pages: &[Stretch]) {
+    fn release_pages(&self, shared: &mut Shared, mut pages: Vec<Stretch>) {
         // No step ends between asking for the fence and waiting behind it.
         let steps = self.steps();
         let fence = steps.fence();
@@ -150,7 +154,7 @@ impl Mmu {
         let mut empty = Vec::with_capacity(blocks);
         let mut last = Vec::new();
         let mut freed = 0;
-        for stretch in pages.iter().rev() {
+        for stretch in pages.drain(..).rev() {
             let order = stretch.page.order;
             let entries = stretch.entries();
             let blocks = stretch.blocks();
@@ -176,6 +180,7 @@ impl Mmu {
                 }
             }
         }
+        shared.unmapping = pages;
         count(&self.stats.freed_blocks, freed);
         if self.config.placement != Placement::Fifo {
             sort(&mut empty); // neighbours go together

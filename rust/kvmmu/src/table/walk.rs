@@ -116,35 +116,57 @@ impl<const FANOUT: u32> Table<FANOUT> {
         })
     }
 
-    /// The same, single blocks as many at once as there can be.
-    pub(crate) fn stretches(
+    /// The same, single blocks as many at once as there can be. (Calls back: an iterator over
+    /// these is several times slower, as each passes through memory.)
+    #[inline(always)]
+    pub(crate) fn each_stretch(
         &self,
         space: Space,
         from: u32,
         to: u32,
-    ) -> impl Iterator<Item = Stretch> + '_ {
+        mut visit: impl FnMut(Stretch),
+    ) {
         let mut at = from;
-        std::iter::from_fn(move || {
-            if at >= to {
-                return None;
+        while at < to {
+            let inside = space.virtual_of(at) % FANOUT;
+            let upper = self.load(space.node, space.virtual_of(at) / FANOUT);
+            if upper.is_leaf() {
+                let page = self.page(space, at);
+                at = page.index + FANOUT;
+                visit(Stretch { page, n: 1 });
+                continue;
             }
-            let page = self.page(space, at);
-            let mut n = 1;
-            if page.order == 0 {
-                let inside = FANOUT - page.loc % FANOUT;
-                let most = inside.min(to - at);
-                let behind = page.loc as usize + 1..(page.loc + most) as usize;
-                let follow = self.entries[behind].iter().zip(page.block + 1..);
-                // Acquire: as in `load`.
-                n += follow
-                    .take_while(|&(entry, block)| {
-                        entry.load(Ordering::Acquire) == Pte::leaf(block, 0).0
-                    })
-                    .count() as u32;
+            let end = at + (FANOUT - inside).min(to - at);
+            let table = Self::loc(upper.node(), 0);
+            while at < end {
+                let loc = table + space.virtual_of(at) % FANOUT;
+                // Acquire, here and below: as in `load`.
+                let pte = Pte(self.entry(loc).load(Ordering::Acquire));
+                if pte.order() > 0 {
+                    let page = self.page(space, at);
+                    at = page.index + (1 << page.order);
+                    visit(Stretch { page, n: 1 });
+                    continue;
+                }
+                let block = pte.block();
+                let behind = &self.entries[loc as usize + 1..(loc + end - at) as usize];
+                let mut n = 1;
+                for entry in behind {
+                    if entry.load(Ordering::Acquire) != Pte::leaf(block + n, 0).0 {
+                        break;
+                    }
+                    n += 1;
+                }
+                let page = Page {
+                    index: at,
+                    block,
+                    order: 0,
+                    loc,
+                };
+                at += n;
+                visit(Stretch { page, n });
             }
-            at = page.index + (n << page.order);
-            Some(Stretch { page, n })
-        })
+        }
     }
 
     /// What maps `from..to`, all mapped, in order, each table visited once.
