@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 from kvmmu import (
     MMU,
     CPUMover,
+    Fragmented,
     InvalidBlock,
     InvalidConfig,
     InvalidPlan,
@@ -60,7 +61,7 @@ _GUARD = 0xA5
 _GARBAGE = 0xDEAD_DEAD_DEAD_DEAD
 """What a kernel writes where the result is not wanted: padding, cancelled steps."""
 
-_STREAMS = [np.random.default_rng(seed).integers(1, 4, 600).tolist() for seed in range(3)]
+_STREAMS = [np.random.default_rng(seed).integers(1, 4, 2400).tolist() for seed in range(3)]
 """Prompts are prefixes of these with a short tail, so that they share beginnings."""
 
 
@@ -268,6 +269,8 @@ class Sequence:
     cached: int = 0
     scheduled: int = 0
     written: int = 0
+    released: int = 0
+    """Blocks given up at the front: nobody may read them through this sequence any more."""
 
     def extend(self, identities: list[int]) -> None:
         for identity in identities:
@@ -298,6 +301,7 @@ class Sequence:
             self.cached,
             self.written,
             self.written,
+            self.released,
         )
 
 
@@ -373,6 +377,7 @@ index = st.integers(0, 63)
 """Chooses one of what there is, modulo how many there are."""
 few = st.integers(0, 7)
 token_lists = st.lists(st.integers(1, 3), min_size=1, max_size=7)
+page_sizes = st.sampled_from([(0,), (0, 1), (0, 2), (0, 1, 3), (0, 3), (0, 2, 9)])
 prompts = st.builds(
     Prompt,
     stream=st.integers(0, 2),
@@ -392,6 +397,10 @@ class MMUMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         placement=st.sampled_from(["scatter", "scatter", "address"]),
         eviction=st.sampled_from(["lru", "lfu"]),
+        page_orders=page_sizes,
+        medium_from=st.sampled_from([0, 0, 5]),
+        hold_blocks=st.integers(0, 8),
+        dedup=st.booleans(),
         budget=st.integers(1, 8),
         thresholds=st.sampled_from([(0.35, 0.30), (0.0, 0.0), (0.1, 0.05)]),
         shorter=st.sampled_from([0, 0, 1, 5]),
@@ -406,14 +415,22 @@ class MMUMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         placement: str,
         eviction: str,
+        page_orders: tuple[int, ...],
+        medium_from: int,
+        hold_blocks: int,
+        dedup: bool,
         budget: int,
         thresholds: tuple[float, float],
         shorter: int,
         served: list[tuple[Prompt, bool]],
+        scale: int = 1,
     ) -> None:
         """An MMU that has served a few prompts already and closed some of them."""
         self.n = num_blocks
         self.size = block_size
+        self.scale = scale  # how much longer prompts and their parts are than is drawn
+        self.page_orders = page_orders
+        self.hold_blocks = hold_blocks
         self.caching = prefix_caching
         self.limit = max(1, num_blocks - shorter)
         self.budget = budget
@@ -425,13 +442,18 @@ class MMUMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             placement=placement,
             eviction=eviction,
+            page_orders=page_orders,
+            medium_from=medium_from,
+            huge_from=max(medium_from, 16),
+            hold_blocks=hold_blocks,
+            dedup=dedup,
             budget_blocks=budget,
             compaction_start=thresholds[0],
             compaction_stop=thresholds[1],
             seed=7,
         )
         self.device = Device(num_blocks, block_size)
-        self.max_tokens = 4 * block_size + 8
+        self.max_tokens = 4 * block_size + 8 if scale == 1 else num_blocks * block_size
         self.step_tables = self.register(ROWS, self.limit, self.max_tokens)
         self.read_tables = self.register(MAX_SEQUENCES, self.limit, 1)
         self.sequences: dict[int, Sequence] = {}
@@ -468,6 +490,10 @@ class MMUMachine(RuleBasedStateMachine):
     def table(self, sequence: int) -> list[int]:
         return [int(block) for block in self.mmu.block_table(sequence)]
 
+    def mapped(self, sequence: int) -> list[int]:
+        """Its blocks without those that it has released at the front."""
+        return self.table(sequence)[self.sequences[sequence].released :]
+
     def slots(self, blocks: list[int], count: int) -> Ints:
         positions = np.arange(count)
         return np.array([*blocks, 0], np.int64)[positions // self.size] * self.size + (
@@ -490,11 +516,15 @@ class MMUMachine(RuleBasedStateMachine):
                     info.num_written,
                     info.num_blocks,
                     info.num_runs,
+                    info.num_released,
+                    sorted(info.pages.items()),
                     self.table(sequence),
                 )
             )
         references = mmu.references(np.arange(self.n, dtype=np.int64)).tolist()
-        return sorted(infos), mmu.states(), references, mmu.steps_in_flight()
+        # A hold may be given up in vain: its blocks are empty either way.
+        states = {name: count for name, count in mmu.states().items() if name != "held"}
+        return sorted(infos), states, references, mmu.steps_in_flight()
 
     def refused(self, error: type[KVCacheError] | tuple[type[KVCacheError], ...], call: Any) -> Any:
         """The call must raise this error and change nothing; returns the error."""
@@ -529,9 +559,9 @@ class MMUMachine(RuleBasedStateMachine):
         return found
 
     def publish(self, sequence: Sequence) -> None:
-        for end in range(self.size, sequence.written + 1, self.size):
-            if min(sequence.identities[:end]) < 0:
-                break
+        known = next((i for i, identity in enumerate(sequence.identities) if identity < 0), None)
+        stop = min(sequence.written, len(sequence.values) if known is None else known)
+        for end in range(self.size, stop + 1, self.size):
             self.published.add(sequence.values[end - 1])
 
     def moving(self) -> set[int]:
@@ -571,16 +601,62 @@ class MMUMachine(RuleBasedStateMachine):
     @rule(stream=st.integers(0, 2), more=few)
     def open_too_long(self, stream: int, more: int) -> None:
         """About as long as the pool or the limit, or longer."""
-        self.open_prompt(Prompt(stream, max(0, self.limit - 2) + more, [], b"", None))
+        self.open_prompt(Prompt(stream, max(0, self.limit - 2) + more, [], b"", None), 1)
 
-    def open_prompt(self, prompt: Prompt) -> int | None:
-        """Opens it if that is possible, and checks every word said before and after."""
-        key, salt = prompt.key, prompt.salt
-        identities = _STREAMS[prompt.stream][: prompt.blocks * self.size] + prompt.tail
-        tokens = np.array(identities, np.int32)
+    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
+    @rule(prompt=prompts, contiguous=index, orders=few)
+    def open_shaped(self, prompt: Prompt, contiguous: int, orders: int) -> None:
+        """With a contiguous start and page sizes of its own: so it lies, or it is refused."""
+        tokens, extra, expected = self.said(prompt, self.scale)
+        contiguous *= self.scale
+        chosen = tuple(
+            order for i, order in enumerate(self.page_orders) if not i or orders >> i & 1
+        )
+        before, states = self.fingerprint(), self.mmu.states()
+        try:
+            opened = self.mmu.open(
+                tokens,
+                salt=prompt.salt,
+                extra_keys=extra or None,
+                page_orders=chosen,
+                contiguous=contiguous,
+            )
+        except Fragmented as error:
+            # Cached blocks may have been dropped in vain, and that is all.
+            assert contiguous > 0 and error.needed <= error.available
+            after = self.mmu.states()
+            assert self.fingerprint()[0] == before[0] and self.fingerprint()[2] == before[2]
+            assert after["in_use"] == states["in_use"] and after["available"] == states["available"]
+            return
+        except (OutOfBlocks, LimitExceeded):
+            assert self.fingerprint() == before
+            return
+        self.adopt(opened, expected)
+        start = self.mapped(opened)[: -(-min(contiguous, len(tokens)) // self.size)]
+        assert runs_of(start) <= 1
+        assert set(self.mmu.info(opened).pages) <= set(chosen)
+
+    def said(self, prompt: Prompt, scale: int) -> tuple[Ints, dict[int, bytes], Sequence]:
+        """The tokens and extra keys of a prompt, and the sequence that it should become."""
+        key = prompt.key
+        identities = _STREAMS[prompt.stream][: prompt.blocks * scale * self.size] + prompt.tail
         extra = dict([key]) if key and (key[0] + 1) * self.size <= len(identities) else {}
-        expected = Sequence(salt, extra, self.size)
+        expected = Sequence(prompt.salt, extra, self.size)
         expected.extend(identities)
+        return np.array(identities, np.int32), extra, expected
+
+    def adopt(self, opened: int, expected: Sequence) -> None:
+        """A sequence that was just opened is what was expected, as far as it was found cached."""
+        assert opened not in self.sequences and opened not in self.gone
+        matched = self.mmu.info(opened).num_cached_tokens
+        assert matched <= self.known_prefix(expected) and matched % self.size == 0
+        expected.cached = expected.scheduled = expected.written = matched
+        self.sequences[opened] = expected
+
+    def open_prompt(self, prompt: Prompt, scale: int | None = None) -> int | None:
+        """Opens it if that is possible, and checks every word said before and after."""
+        salt = prompt.salt
+        tokens, extra, expected = self.said(prompt, self.scale if scale is None else scale)
 
         before = self.fingerprint()
         matched = self.mmu.match(tokens, salt=salt, extra_keys=extra)
@@ -608,10 +684,8 @@ class MMUMachine(RuleBasedStateMachine):
             if isinstance(error, OutOfBlocks):
                 assert (error.needed, error.available) == (quote.needed, quote.available)
             return None
-        assert opened not in self.sequences and opened not in self.gone
-        assert self.mmu.info(opened).num_cached_tokens == matched
-        expected.cached = expected.scheduled = expected.written = matched
-        self.sequences[opened] = expected
+        self.adopt(opened, expected)
+        assert expected.cached == matched
         return int(opened)
 
     @precondition(lambda self: self.sequences)
@@ -653,13 +727,16 @@ class MMUMachine(RuleBasedStateMachine):
     def truncate(self, at: int, length: int, near: bool) -> None:
         sequence = self.pick(at)
         total = len(self.sequences[sequence].values)
-        length %= total + 1
+        length = length * self.scale % (total + 1)
         if near:
             length = total - length % (self.size + 1) if total > self.size else length
         self.truncate_to(sequence, length)
 
     def truncate_to(self, sequence: int, length: int) -> None:
         model = self.sequences[sequence]
+        if model.released and length <= model.released * self.size:
+            self.refused(InvalidConfig, lambda: self.mmu.truncate(sequence, length))
+            return
         before = self.table(sequence)
         self.mmu.truncate(sequence, length)
         model.cut(length)
@@ -672,6 +749,23 @@ class MMUMachine(RuleBasedStateMachine):
                     entry.end = min(entry.end, length)
                     entry.appended = min(entry.appended, length)
         assert self.table(sequence) == before[: model.num_blocks]
+
+    @precondition(lambda self: self.sequences)
+    @rule(at=index, token=index, near=st.booleans())
+    def release_before(self, at: int, token: int, near: bool) -> None:
+        """Gives up the front of a sequence, as far as its tokens are settled."""
+        sequence = self.pick(at)
+        model = self.sequences[sequence]
+        total = len(model.values)
+        token = total - token % (total + 1) if near else token * self.scale % (total + 1)
+        before = self.table(sequence)
+        count = self.mmu.release_before(sequence, token)
+        settled = min(min(token, model.written) // self.size, max(0, model.num_blocks - 1))
+        now = model.released + count
+        assert max(model.released, settled - 1) <= now <= max(model.released, settled)
+        model.released = now
+        assert self.mmu.info(sequence).num_released == now
+        assert self.table(sequence) == [self.mmu.null_block] * now + before[now:]
 
     @precondition(lambda self: self.sequences)
     @rule(at=index)
@@ -712,7 +806,7 @@ class MMUMachine(RuleBasedStateMachine):
             return
         while model.scheduled < len(model.values):
             number = self.begin_step()
-            count = min(chunk, self.max_tokens, len(model.values) - model.scheduled)
+            count = min(chunk * self.scale, self.max_tokens, len(model.values) - model.scheduled)
             launched = self.schedule(number, [sequence], [count], [], plain=count == 1)
             if launched:
                 self.report_written(number)
@@ -874,8 +968,10 @@ class MMUMachine(RuleBasedStateMachine):
         self.device.queue.append(Writes(number, slots, values))
         for row, (sequence, model, end) in enumerate(zip(ids, models, ends, strict=True)):
             blocks = self.step_tables.block_table[row, : -(-end // self.size)].tolist()
-            expected = np.array(model.values[:end], np.uint64)
-            self.device.queue.append(Reads(number, sequence, self.slots(blocks, end), expected))
+            start = model.released * self.size
+            expected = np.array(model.values[start:end], np.uint64)
+            slots = self.slots(blocks, end)[start:]
+            self.device.queue.append(Reads(number, sequence, slots, expected))
 
     def settled_after(self, number: int) -> bool:
         """No older step that has yet to be settled shares a sequence with this one."""
@@ -961,7 +1057,7 @@ class MMUMachine(RuleBasedStateMachine):
     def pin(self, block: int, mapped: bool, at: int) -> None:
         block %= self.n
         if mapped and self.sequences:
-            blocks = self.table(self.pick(at))
+            blocks = self.mapped(self.pick(at))
             block = blocks[block % len(blocks)] if blocks else block
         self.pin_block(block)
 
@@ -1012,6 +1108,7 @@ class MMUMachine(RuleBasedStateMachine):
 
     @rule(count=few)
     def evict(self, count: int) -> None:
+        count *= self.scale
         before = self.mmu.states()
         dropped = self.mmu.evict(count)
         after = self.mmu.states()
@@ -1259,6 +1356,9 @@ class MMUMachine(RuleBasedStateMachine):
         sequence = self.pick(at)
         length = len(self.sequences[sequence].values)
         self.refused(InvalidConfig, lambda: self.mmu.truncate(sequence, length + 1))
+        self.refused(InvalidConfig, lambda: self.mmu.release_before(sequence, length + 1))
+        if self.sequences[sequence].released:
+            self.refused(InvalidConfig, lambda: self.mmu.lease(sequence, 0, length))
         for number, step in self.steps.items():
             if not step.settled and any(entry.start < entry.end for entry in step.entries):
                 self.refused(InvalidStep, lambda number=number: self.mmu.end_step(number))
@@ -1276,9 +1376,11 @@ class MMUMachine(RuleBasedStateMachine):
     def check_sequences(self) -> None:
         assert sorted(self.mmu.sequences().tolist()) == sorted(self.sequences)
         assert self.mmu.steps_in_flight() == len(self.steps)
-        runs = 0
+        runs = held = regions = 0
+        pages: Counter[int] = Counter()
         for sequence, model in self.sequences.items():
-            info, blocks = self.mmu.info(sequence), self.table(sequence)
+            info, row = self.mmu.info(sequence), self.table(sequence)
+            blocks = row[model.released :]
             found = (
                 info.num_tokens,
                 info.num_cached_tokens,
@@ -1286,32 +1388,57 @@ class MMUMachine(RuleBasedStateMachine):
                 info.num_written,
                 info.num_blocks,
                 info.num_runs,
+                info.num_released,
             )
             expected = (
                 len(model.values),
                 model.cached,
                 model.scheduled,
                 model.written,
-                len(blocks),
+                len(row),
                 runs_of(blocks),
+                model.released,
             )
             assert found == expected, f"sequence {sequence}"
-            assert len(blocks) == model.num_blocks
+            assert len(row) == model.num_blocks
             assert len(set(blocks)) == len(blocks)
+            self.check_pages(sequence, info, row, model.released)
+            pages.update(info.pages)
+            held += info.held
+            regions += info.regions
             runs += runs_of(blocks)
+        assert held == self.mmu.states()["held"]
         measure = self.mmu.measure()
         with_blocks = sum(1 for model in self.sequences.values() if model.num_blocks)
         assert (measure.sequences, measure.runs) == (with_blocks, runs)
+        assert (measure.pages, measure.regions) == (dict(pages), regions)
         assert measure.unused_slots == sum(
             model.num_blocks * self.size - len(model.values) for model in self.sequences.values()
         )
+
+    def check_pages(self, sequence: int, info: Any, row: list[int], released: int) -> None:
+        """Pages are of the pool's sizes, map every block once, and only where blocks lie so."""
+        assert set(info.pages) <= set(self.page_orders)
+        assert sum(count << order for order, count in info.pages.items()) == len(row) - released
+        assert 0 <= info.held <= self.hold_blocks
+        blocks = np.array(row[released:], np.int64)
+        steps = np.diff(blocks) == 1
+        for order, count in info.pages.items():
+            size = 1 << order
+            together = np.concatenate([[0], np.cumsum(steps)])
+            first = np.flatnonzero(blocks[: max(0, len(blocks) - size + 1)] % size == 0)
+            whole = together[first + size - 1] - together[first] == size - 1
+            assert count <= whole.sum(), f"sequence {sequence}: pages of order {order}"
+        for logical in {0, released, released + len(blocks) // 2, max(1, len(row)) - 1, len(row)}:
+            inside = released <= logical < len(row)
+            assert self.mmu.look(sequence, logical) == (row[logical] if inside else None)
 
     def check_counts(self) -> None:
         states, measure = self.mmu.states(), self.mmu.measure()
         by_state = {key: states[key] for key in states if key not in ("available", "held")}
         assert sum(by_state.values()) == self.n
         assert states["empty"] <= states["available"] <= states["empty"] + states["cached"]
-        mappings = Counter(block for s in self.sequences for block in self.table(s))
+        mappings = Counter(block for s in self.sequences for block in self.mapped(s))
         held = set(mappings) | set(self.pins)
         moving = self.moving()
         if self.flights:
@@ -1365,11 +1492,12 @@ class MMUMachine(RuleBasedStateMachine):
         for row, sequence in enumerate(ids):
             model = self.sequences[sequence]
             blocks = tables.block_table[row, : -(-model.written // self.size)].tolist()
+            start = model.released * self.size
             check_values(
                 values,
                 tails,
-                self.slots(blocks, model.written),
-                np.array(model.values[: model.written], np.uint64),
+                self.slots(blocks, model.written)[start:],
+                np.array(model.values[start : model.written], np.uint64),
                 f"sequence {sequence}",
             )
         for block, pins in self.pins.items():

@@ -121,6 +121,8 @@ def test_a_compaction_beyond_four_gib_is_exact() -> None:
         max_batch=2,
         max_tokens=64,
         anchor=0.0,
+        page_orders=(0,),
+        hold_blocks=0,
     )
 
     def block(first: int, count: int) -> Any:

@@ -1016,7 +1016,8 @@ def test_a_million_tokens_map_to_as_many_different_slots() -> None:
 def test_one_token_more_than_the_longest_sequence_is_refused_by_name() -> None:
     """Kind 48."""
     limit = 262_144
-    mmu = MMU(limit + 10, 1)
+    assert MMU(limit + 10, 1).max_blocks_per_sequence == limit - 512
+    mmu = MMU(limit + 10, 1, max_blocks_per_sequence=limit)
     assert mmu.max_blocks_per_sequence == limit
     a = mmu.open(np.zeros(limit, np.int32))
     assert len(mmu.block_table(a)) == limit

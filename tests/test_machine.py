@@ -98,6 +98,16 @@ OPERATIONS: list[Operation] = [
         lambda m: m.sequences,
         lambda m, r: m.truncate(r.randrange(64), r.randrange(64), r.random() < 0.7),
     ),
+    (
+        2,
+        lambda m: len(m.sequences) < MAX_SEQUENCES,
+        lambda m, r: m.open_shaped(prompt(r), r.choice([0, 1, 4, 9, 20]), r.randrange(8)),
+    ),
+    (
+        4,
+        lambda m: m.sequences,
+        lambda m, r: m.release_before(r.randrange(64), r.randrange(64), r.random() < 0.5),
+    ),
     (8, lambda m: m.sequences, lambda m, r: m.close(r.randrange(64))),
     (2, lambda m: len(m.steps) < MAX_STEPS_IN_FLIGHT, lambda m, r: m.idle_step()),
     (6, lambda m: m.sequences, lambda m, r: m.catch_up(r.randrange(64), r.randint(1, 64))),
@@ -132,22 +142,33 @@ OPERATIONS: list[Operation] = [
 ]
 
 
-def walk(seed: int, steps: int) -> None:
-    """One machine, ``steps`` operations, all drawn from the seed."""
+PAGE_ORDERS: list[tuple[int, ...]] = [(0,), (0, 1), (0, 2), (0, 1, 3), (0, 3), (0, 2, 9)]
+
+
+def walk(seed: int, steps: int, huge: bool = False) -> None:
+    """One machine, ``steps`` operations, all drawn from the seed. ``huge``: a pool in which pages
+    of 512 blocks come and go."""
     r = random.Random(seed)
     machine: Machine = MMUMachine()
     done = 0
     try:
         machine.build(
-            num_blocks=r.choice([r.randint(2, 16), r.randint(12, 64)]),
-            block_size=r.randint(1, 4),
+            num_blocks=r.randint(1100, 2100)
+            if huge
+            else r.choice([r.randint(2, 16), r.randint(12, 64)]),
+            block_size=1 if huge else r.randint(1, 4),
             prefix_caching=r.random() < 0.8,
-            placement=r.choice(["scatter", "scatter", "address"]),
+            placement="address" if huge else r.choice(["scatter", "address", "address"]),
             eviction=r.choice(["lru", "lfu"]),
+            page_orders=r.choice([(0, 9), (0, 2, 9), (0, 3, 9)]) if huge else r.choice(PAGE_ORDERS),
+            medium_from=r.choice([0, 0, 5]),
+            hold_blocks=r.randint(0, 8),
+            dedup=r.random() < 0.5,
             budget=r.randint(1, 8),
             thresholds=r.choice([(0.35, 0.30), (0.0, 0.0), (0.1, 0.05)]),
             shorter=r.choice([0, 0, 1, 5]),
             served=[(prompt(r), r.random() < 0.3) for _ in range(r.randint(2, 6))],
+            scale=r.choice([110, 180]) if huge else 1,
         )
         machine.everything_holds()
         weights = [weight for weight, _, _ in OPERATIONS]
@@ -170,3 +191,16 @@ def test_long_random_walks_keep_every_promise(group: int) -> None:
         return
     for _ in range(WALKS):
         walk(secrets.randbits(48), STEPS)
+
+
+HUGE_WALKS = 200 if PROFILE == "deep" else 4
+
+
+@pytest.mark.parametrize("group", range(2))
+def test_walks_among_huge_pages_keep_every_promise(group: int) -> None:
+    """Pages of 512 blocks are made, shared, split, cut at both ends, moved and given back."""
+    if "KVMMU_TEST_SEED" in os.environ:
+        walk(int(os.environ["KVMMU_TEST_SEED"]), STEPS, huge=True)
+        return
+    for _ in range(HUGE_WALKS):
+        walk(secrets.randbits(48), STEPS, huge=True)

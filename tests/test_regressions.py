@@ -151,7 +151,7 @@ def test_a_pinned_leaf_that_outlives_its_prompt_is_evicted_before_it() -> None:
 
 
 def test_a_block_that_moves_while_a_step_may_read_it_stays_behind_its_leaves() -> None:
-    mmu = MMU(16, 4)
+    mmu = MMU(16, 4, page_orders=(0,), hold_blocks=0)
     buffers = tables(mmu)
     first = mmu.open(np.arange(100, 120, dtype=np.int32))
     sequence = filled(mmu, buffers, range(12))
@@ -262,7 +262,7 @@ def test_more_pins_than_a_count_holds_are_refused() -> None:
 
 
 def test_a_move_never_evicts_what_the_plan_did_not_count_on() -> None:
-    mmu = MMU(8, 4)
+    mmu = MMU(8, 4, page_orders=(0,), hold_blocks=0)
     buffers = tables(mmu)
     first = mmu.open(np.arange(8, dtype=np.int32))
     mmu.open(ints(50, 51, 52, 53))

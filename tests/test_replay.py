@@ -360,3 +360,30 @@ def test_a_pool_larger_than_memory_is_refused_before_the_run() -> None:
             trace_of([(0, 4_000_000, 1)] * 70_000),
             Options(blocks=262_144, max_running=65_536),
         )
+
+
+# -- page sizes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orders", [(0,), (0, 3, 9), (0, 2, 9)])
+def test_page_sizes_are_served_and_told(orders: tuple[int, ...]) -> None:
+    figures = run(sample.small(3), blocks=4096, block_size=4, page_orders=orders)
+    assert figures["finished"] == figures["requests"]
+    shares = {int(order): share for order, share in figures["token_share_by_page"].items()}
+    assert set(shares) <= set(orders)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert figures["huge_cover"] is None or 0 <= figures["huge_cover"] <= 1
+    for name in ("promotions", "splits", "holds_made", "holds_broken"):
+        assert figures[name] >= 0
+    if orders == (0,):
+        assert not figures["huge_cover"] and figures["promotions"] == figures["splits"] == 0
+    else:
+        assert shares[orders[1]] > 0
+    assert figures["holds_made"] > 0
+    assert set(figures["runs_at_end"]) == {"short", "long"}
+
+
+@pytest.mark.parametrize("orders", [(2, 9), (0, 10), (), (0, -1)])
+def test_page_sizes_that_no_pool_has_are_refused(orders: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidConfig, match="page-orders"):
+        run(sample.small(3), page_orders=orders)

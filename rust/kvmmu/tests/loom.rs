@@ -1,9 +1,8 @@
 //! Models of the pool: every interleaving, up to a bound on preemptions, and every reading that the
 //! memory model allows, of a few operations by two or three threads on the shipped code.
 //!
-//! What lives here: programs as small as reach their path, in pools of two windows of four or
-//! eight blocks. What never lives here: random programs (`pool.rs`, `shuttle.rs`,
-//! `examples/stress.rs`).
+//! What lives here: programs as small as reach their path, in pools of at most ten blocks. What
+//! never lives here: random programs (`pool.rs`, `shuttle.rs`, `examples/stress.rs`).
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test -p kvmmu --test loom
 //!
@@ -142,6 +141,12 @@ impl<const BITS: u32, const WORDS: usize> World<BITS, WORDS> {
         self.pool.release_page(first, order).unwrap();
     }
 
+    /// With all blocks held: a search finds nothing, and the open index forgets all windows. Whoever
+    /// has credits then finds a window only if he sees its counter risen.
+    fn forget(&self) {
+        assert_eq!(self.pool.claim(), None);
+    }
+
     /// All threads are done: everything adds up, so many blocks are empty, and what the lines show
     /// is to be had, in every shape.
     fn settle(&self, empty: u32) {
@@ -248,6 +253,26 @@ fn threads_of_one_seat_share_its_home() {
         let other = world.spawn(2, work);
         assert_ne!(work(&world), other.join().unwrap());
         world.settle(6);
+    });
+}
+
+/// What a thread released into the home that it shares, in another word of the window.
+#[test]
+fn threads_of_one_seat_hand_on_what_they_release() {
+    model(2, || {
+        let world = Two::new(4);
+        for block in 0..4 {
+            assert_eq!(world.claim(), Some(block));
+        }
+        world.release(0);
+        let other = world.spawn(2, |world| {
+            let block = world.claim();
+            world.release(2);
+            block.is_some()
+        });
+        let mine = world.claim().is_some();
+        let theirs = other.join().unwrap();
+        world.settle(2 - u32::from(mine) - u32::from(theirs));
     });
 }
 
@@ -446,6 +471,25 @@ fn two_searches_and_a_release_leave_the_page_to_be_found() {
         let got = others.map(|other| other.join().unwrap());
         let pages = got.iter().flatten().count() + usize::from(mine.is_some());
         world.settle(3 - 2 * pages as u32);
+    });
+}
+
+/// The same when the second search sees the page and does not take it, as one for a run may do.
+#[test]
+fn a_search_that_finds_a_page_leaves_it_to_be_found() {
+    model(3, || {
+        let world = Two::new(4);
+        world.batch(4).unwrap();
+        world.release(0);
+        let others = [
+            world.spawn(1, |world| world.release(1)),
+            world.spawn(1, |world| world.pool.found_no_page(0, 1)),
+        ];
+        world.pool.found_no_page(0, 1);
+        for other in others {
+            other.join().unwrap();
+        }
+        world.settle(2);
     });
 }
 
@@ -936,6 +980,22 @@ fn a_refused_batch_carries_a_wallet_and_makes_no_other_claim_fail() {
     });
 }
 
+/// What a thread carries from another's wallet to the total is drawn by that one into its hand: there
+/// is enough for both.
+#[test]
+fn what_is_carried_to_the_total_and_drawn_is_in_a_hand() {
+    model(3, || {
+        let world = World::<1, 2>::new(2);
+        let blocks = world.batch(2).unwrap();
+        world.release_batch(&blocks);
+        let other = world.spawn(2, |world| world.claim().unwrap());
+        this_is_thread(1);
+        world.claim().unwrap();
+        other.join().unwrap();
+        world.settle(0);
+    });
+}
+
 /// Credits that a refused batch carries from a seat to the total can be used at once by a thread
 /// that knows nothing of the window, which the open index had forgotten.
 #[test]
@@ -975,6 +1035,107 @@ fn what_holders_wrote_in_two_blocks_is_before_the_next_owner() {
             world.settle(2);
         });
     }
+}
+
+/// Credits that a thread finds in its wallet stand for a window whose counter has risen, though it
+/// knows nothing else of the release.
+#[test]
+fn what_is_in_a_wallet_is_found_in_a_window() {
+    model(2, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        world.forget();
+        let other = world.spawn(2, |world| world.release_batch(&[0, 1]));
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        other.join().unwrap();
+        world.settle(2 - mine);
+    });
+}
+
+/// The same for the total.
+#[test]
+fn what_is_in_the_total_is_found_in_a_window() {
+    model(2, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        world.forget();
+        let other = world.spawn(1, |world| {
+            world.release_batch(&[0, 1]);
+            assert_eq!(world.batch(3), None);
+        });
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        other.join().unwrap();
+        world.settle(2 - mine);
+    });
+}
+
+/// The same when a third thread carries them from the wallet to the total.
+#[test]
+fn what_is_carried_to_the_total_is_found_in_a_window() {
+    model(1, || {
+        let world = Two::new(2);
+        world.batch(2).unwrap();
+        world.forget();
+        let batch = |world: &Two, n| world.batch(n).map_or(0, |blocks| blocks.len() as u32);
+        let others = [
+            world.spawn(1, |world| {
+                world.release_batch(&[0, 1]);
+                0
+            }),
+            world.spawn(1, move |world| batch(world, 3)),
+            world.spawn(2, move |world| batch(world, 2)),
+        ];
+        let [_, refused, got] = others.map(|other| other.join().unwrap());
+        assert_eq!(refused, 0);
+        world.settle(2 - got);
+    });
+}
+
+/// The total was drawn, and as many other credits have come since: they are found where they are.
+#[test]
+fn a_total_that_is_the_same_again_stands_for_other_windows() {
+    model(2, || {
+        let world = Two::new(8);
+        world.batch(8).unwrap();
+        world.forget();
+        world.release_batch(&[0, 1]);
+        assert_eq!(world.batch(9), None);
+        let other = world.spawn(1, |world| {
+            let first = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+            world.release_batch(&[4, 5]);
+            assert_eq!(world.batch(9), None);
+            first
+        });
+        let mine = world.batch(2).map_or(0, |blocks| blocks.len() as u32);
+        let theirs = other.join().unwrap();
+        world.settle(4 - mine - theirs);
+    });
+}
+
+/// As `a_refused_batch_makes_no_other_claim_fail`, when the thread of the home itself is refused: the
+/// other finds the home just left, and the credits in its hand.
+#[test]
+fn a_home_that_is_just_left_has_its_credits_in_hand() {
+    model(2, || {
+        let world = Two::new(4);
+        world.claim().unwrap();
+        let other = world.spawn(1, |world| world.claim().unwrap());
+        assert_eq!(world.batch(4), None);
+        other.join().unwrap();
+        world.settle(2);
+    });
+}
+
+/// As `enough_for_everybody_is_enough`, in the smallest pool.
+#[test]
+fn two_blocks_are_enough_for_two() {
+    model(3, || {
+        let world = World::<1, 2>::new(2);
+        let other = world.spawn(1, |world| world.claim().unwrap());
+        let mine = world.claim().unwrap();
+        assert_ne!(mine, other.join().unwrap());
+        world.settle(0);
+    });
 }
 
 /// Blocks that are shared and published come and go two at a time, by two threads.
@@ -1023,6 +1184,70 @@ fn what_a_reviver_wrote_is_before_the_next_owner() {
         }
         other.join().unwrap();
         world.settle(0);
+    });
+}
+
+/// Whoever revives a block sees what was written before it was published, and nothing else as long
+/// as he holds it, whether it is the block that he found or one that came since with the same word.
+#[test]
+fn what_a_reviver_reads_stays() {
+    model(2, || {
+        let world = Two::new(1);
+        let block = world.claim().unwrap();
+        world.pool.publish(&[block]).unwrap();
+        let other = world.spawn(1, move |world| {
+            world.pool.release(block).unwrap();
+            if world.pool.evict(block) {
+                assert_eq!(world.pool.claim(), Some(block));
+                world.memory[0].store(2, Relaxed);
+                world.pool.publish(&[block]).unwrap();
+            }
+        });
+        if world.pool.revive(&[block]).is_ok() {
+            let read = world.memory[0].load(Relaxed);
+            assert_eq!(read, world.memory[0].load(Relaxed));
+        }
+        other.join().unwrap();
+        world.pool.audit().unwrap();
+    });
+}
+
+/// The evictable index when a block that was just cached is revived and cached again.
+#[test]
+fn the_evictable_index_follows_the_word_back() {
+    model(2, || {
+        let world = Two::new(2);
+        let block = world.claim().unwrap();
+        world.pool.publish(&[block]).unwrap();
+        let other = world.spawn(1, move |world| {
+            world.pool.revive(&[block]).unwrap();
+            world.pool.release(block).unwrap();
+        });
+        world.pool.release(block).unwrap();
+        other.join().unwrap();
+        let states = world.pool.states();
+        assert_eq!((states.cached, states.available), (1, 2));
+        world.pool.audit().unwrap();
+    });
+}
+
+/// As the manager does it: one holder gives up under the lock, and the one that is left finds out
+/// without it, and writes.
+#[test]
+fn the_only_holder_left_writes_after_the_others() {
+    model(2, || {
+        let world = Two::new(2);
+        let block = world.claim().unwrap();
+        world.pool.retain(&[block]).unwrap();
+        let other = world.spawn(1, move |world| {
+            world.disown([block]);
+            world.pool.let_go_under_lock(block);
+        });
+        if world.pool.is_private(block) {
+            world.own([block]);
+        }
+        other.join().unwrap();
+        world.pool.audit().unwrap();
     });
 }
 

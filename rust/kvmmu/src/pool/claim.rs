@@ -229,12 +229,12 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             while !line & allowed != 0 {
                 let clear = !line & allowed;
                 let bit = clear & clear.wrapping_neg();
-                // AcqRel: Acquire pairs with the Release that cleared the bit, so what the last
-                // owner did to the block is before what the next one does.
+                // Acquire: pairs with the Release that cleared the bit, so what the last owner did
+                // to the block is before what the next one does.
                 match self.lines[at].compare_exchange(
                     line,
                     line | bit,
-                    Ordering::AcqRel,
+                    Ordering::Acquire,
                     Ordering::Relaxed,
                 ) {
                     Ok(_) => return at as u32 * BITS + bit.trailing_zeros(),
@@ -262,11 +262,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 let mut line = self.lines[at].load(Ordering::Relaxed);
                 while line != !0 && n > 0 {
                     let mask = lowest(!line, n);
-                    // AcqRel: as in `set_one_from`.
+                    // Acquire: as in `set_one_from`.
                     match self.lines[at].compare_exchange(
                         line,
                         line | mask,
-                        Ordering::AcqRel,
+                        Ordering::Acquire,
                         Ordering::Relaxed,
                     ) {
                         Ok(_) => {

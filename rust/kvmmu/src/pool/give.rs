@@ -120,8 +120,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// One of the blocks of a group that is empty.
     pub(crate) fn empty_of(&self, group: &Group) -> Option<u32> {
         let at = (group.first / BITS) as usize;
-        // Acquire: pairs with the release that cleared the bit.
-        let clear = group.mask & !self.lines[at].load(Ordering::Acquire);
+        // Relaxed: a first check; the exchange in `clear` decides.
+        let clear = group.mask & !self.lines[at].load(Ordering::Relaxed);
         (clear != 0).then(|| at as u32 * BITS + clear.trailing_zeros())
     }
 
@@ -170,11 +170,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         // Relaxed: the exchange decides.
         let mut line = self.lines[at].load(Ordering::Relaxed);
         while line & mask == mask {
-            // AcqRel: Release pairs with the Acquire of the next claim of these blocks.
+            // Release: pairs with the Acquire of the next claim of these blocks.
             match self.lines[at].compare_exchange(
                 line,
                 line & !mask,
-                Ordering::AcqRel,
+                Ordering::Release,
                 Ordering::Relaxed,
             ) {
                 Ok(_) => return true,

@@ -109,11 +109,11 @@ pub(crate) struct Hand<'a> {
 
 impl Drop for Hand<'_> {
     fn drop(&mut self) {
-        // AcqRel: Release pairs with the Acquire of whoever looks at the hands: what they held can
-        // be seen where it was put.
+        // Release: pairs with the Acquire of whoever looks at the hands: what they held can be seen
+        // where it was put.
         self.home
             .hand
-            .fetch_sub(u64::from(self.n), Ordering::AcqRel);
+            .fetch_sub(u64::from(self.n), Ordering::Release);
     }
 }
 
@@ -139,42 +139,47 @@ impl Home {
     }
 
     pub(crate) fn seat(&self) -> Seat {
-        // Acquire: pairs with the Release of whoever raised the credits: the bits are clear.
+        // Acquire: pairs with the Release of `change`: the bits are clear that the credits stand
+        // for, and whose hand holds the credits that are gone can be seen.
         Seat(self.seat.load(Ordering::Acquire))
     }
 
     /// Replaces the seat if it is still `old`; else tells what it is.
     pub(crate) fn change(&self, old: Seat, new: Seat) -> Result<(), Seat> {
-        // AcqRel: Acquire as in `seat`, Release so that the next holder of these credits sees the
-        // bits clear that were cleared before they were raised.
+        // Release: the next holder of these credits sees the bits clear that were cleared before
+        // they were raised, and whoever finds them gone sees the open hand. Success acquires
+        // nothing that `old` has not: each rise has its version, so it is the same store. Acquire
+        // on failure: as in `seat`.
         let done = self
             .seat
-            .compare_exchange(old.0, new.0, Ordering::AcqRel, Ordering::Acquire);
+            .compare_exchange(old.0, new.0, Ordering::Release, Ordering::Acquire);
         done.map(|_| ()).map_err(Seat)
     }
 
     /// At most `n` credits are about to go through this home's hand.
     pub(crate) fn open_hand(&self, n: u32) -> Hand<'_> {
-        // AcqRel: Acquire keeps the taking behind this; pairs with the looks at the hands.
-        self.hand.fetch_add(deposit(n), Ordering::AcqRel);
+        // Relaxed: whoever sees the credits gone from where they were (a seat, a wallet, the total)
+        // has acquired the taking, and so sees this before it.
+        self.hand.fetch_add(deposit(n), Ordering::Relaxed);
         Hand { home: self, n }
     }
 
     /// Takes up to `n` credits out of the wallet.
     pub(crate) fn withdraw_up_to(&self, n: u32) -> u32 {
-        // Acquire: pairs with the Release of `put`.
-        let mut wallet = self.wallet.load(Ordering::Acquire);
+        // Relaxed: the exchange decides.
+        let mut wallet = self.wallet.load(Ordering::Relaxed);
         loop {
             let got = credits(wallet).min(n);
             if got == 0 {
                 return 0;
             }
-            // AcqRel: Acquire pairs with the Release of `put`; Release hands the same on.
+            // AcqRel: Acquire pairs with the Release of `put`; Release with the Acquire of a look at
+            // the wallet: who finds the credits gone sees the hand that they are in.
             match self.wallet.compare_exchange(
                 wallet,
                 wallet - u64::from(got),
                 Ordering::AcqRel,
-                Ordering::Acquire,
+                Ordering::Relaxed,
             ) {
                 Ok(_) => return got,
                 Err(seen) => wallet = seen,
@@ -184,14 +189,15 @@ impl Home {
 
     /// Takes exactly `n` credits out of the wallet, or none.
     pub(crate) fn withdraw(&self, n: u32) -> bool {
-        // Acquire and AcqRel: as in `withdraw_up_to`.
-        let mut wallet = self.wallet.load(Ordering::Acquire);
+        // Relaxed: the exchange decides.
+        let mut wallet = self.wallet.load(Ordering::Relaxed);
         while credits(wallet) >= n {
+            // Acquire: pairs with the Release of `put`. These credits are in no hand: they are used.
             match self.wallet.compare_exchange(
                 wallet,
                 wallet - u64::from(n),
-                Ordering::AcqRel,
                 Ordering::Acquire,
+                Ordering::Relaxed,
             ) {
                 Ok(_) => return true,
                 Err(seen) => wallet = seen,
@@ -202,8 +208,8 @@ impl Home {
 
     /// Puts `n` credits into the wallet and tells how many it has then.
     pub(crate) fn put(&self, n: u32) -> u32 {
-        // AcqRel: Release pairs with the Acquire of a withdrawal: the counters that these credits
-        // stand for were raised before.
-        credits(self.wallet.fetch_add(deposit(n), Ordering::AcqRel)) + n
+        // Release: pairs with the Acquire of a withdrawal: the counters that these credits stand
+        // for were raised before.
+        credits(self.wallet.fetch_add(deposit(n), Ordering::Release)) + n
     }
 }

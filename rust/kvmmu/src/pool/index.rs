@@ -19,8 +19,8 @@
 //!   read-modify-write** (adding nothing is enough), and calls [`Index::set`] if there is something.
 //!
 //! Of the two read-modify-writes on the truth one is first. If it is the maker's, the finder's sees
-//! the new truth and sets the bit again. If it is the finder's, the maker's acquires from it, so
-//! the clearing happens before the maker looks at the bit, and it sets it. A plain load in the
+//! the new truth and sets the bit again. If it is the finder's, the maker's (Acquire) synchronises
+//! with it (Release), so the clearing happens before the maker looks at the bit, and it sets it. A plain load in the
 //! place of the finder's would not do: both sides would store first and load then, and both loads
 //! may be old (the store-buffer pattern). [`Index`] keeps its own summary over its bits by the
 //! same rule.
@@ -67,8 +67,9 @@ impl Index {
         if self.bits[word].load(Ordering::Relaxed) & bit != 0 {
             return;
         }
-        // AcqRel: the word's bits are the truth of its summary bit; pairs with `clear`.
-        if self.bits[word].fetch_or(bit, Ordering::AcqRel) == 0 {
+        // Acquire: the word's bits are the truth of its summary bit, and this is the maker's change
+        // of it; pairs with the Release of the finder's reading again in `clear`.
+        if self.bits[word].fetch_or(bit, Ordering::Acquire) == 0 {
             self.raise(word);
         }
     }
@@ -76,14 +77,14 @@ impl Index {
     /// A look at `at` found nothing. The caller reads the truth again afterwards.
     pub fn clear(&self, at: u32) {
         let (word, bit) = place(at);
-        // AcqRel: pairs with `set`, both for the caller's truth and for the summary.
-        let old = self.bits[word].fetch_and(!bit, Ordering::AcqRel);
+        // Relaxed: the caller's reading again hands it on to makers.
+        let old = self.bits[word].fetch_and(!bit, Ordering::Relaxed);
         if old == bit {
             let (above, mark) = place(word as u32);
-            // AcqRel: pairs with the load in `raise`.
-            self.summary[above].fetch_and(!mark, Ordering::AcqRel);
-            // A read-modify-write on purpose (see the module). AcqRel: pairs with `set`.
-            if self.bits[word].fetch_or(0, Ordering::AcqRel) != 0 {
+            // Relaxed: the reading again below hands it on.
+            self.summary[above].fetch_and(!mark, Ordering::Relaxed);
+            // A read-modify-write on purpose (see the module). Release: pairs with `set`.
+            if self.bits[word].fetch_or(0, Ordering::Release) != 0 {
                 self.raise(word); // undo
             }
         }
@@ -93,8 +94,8 @@ impl Index {
         let (above, mark) = place(word as u32);
         // Relaxed: as in `set`, one level up.
         if self.summary[above].load(Ordering::Relaxed) & mark == 0 {
-            // AcqRel: pairs with the clearing in `clear`.
-            self.summary[above].fetch_or(mark, Ordering::AcqRel);
+            // Relaxed: a hint.
+            self.summary[above].fetch_or(mark, Ordering::Relaxed);
         }
     }
 
@@ -105,7 +106,7 @@ impl Index {
             return None;
         }
         let (first, bit) = place(range.start);
-        // Relaxed, here and below: hints; whoever follows one reads the truth with Acquire.
+        // Relaxed, here and below: hints; whoever follows one asks the truth.
         let here = self.bits[first].load(Ordering::Relaxed) & !(bit - 1);
         let mut found = lowest(first, here);
         let mut word = first as u32 + 1;

@@ -217,3 +217,23 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         assert!(wrong.is_none(), "released block {wrong:?}, which was empty");
     }
 }
+
+/// For models: steps of longer ways.
+#[cfg(loom)]
+impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
+    /// One of several holders gives a block up, as [`crate::Mmu`] does it under its lock.
+    pub fn let_go_under_lock(&self, block: u32) {
+        let less = self.word(block).released();
+        self.set_word(block, less.expect("somebody else holds it too"));
+    }
+
+    /// Whether the caller is the only holder of a block, asked without a lock.
+    pub fn is_private(&self, block: u32) -> bool {
+        self.word(block) == Word::PRIVATE
+    }
+
+    /// A search for an aligned page, or for a run that would hold one, found none in a window.
+    pub fn found_no_page(&self, window: u32, order: u32) {
+        self.physical.give_up_on(window, order);
+    }
+}

@@ -207,20 +207,21 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     pub(crate) fn is_empty(&self, block: u32) -> bool {
         let (at, bit) = Self::place(block);
-        // Acquire: pairs with the release that cleared the bit.
-        self.lines[at].load(Ordering::Acquire) & bit == 0
+        // Relaxed: an answer that may be old when it is given. Who claims acquires then.
+        self.lines[at].load(Ordering::Relaxed) & bit == 0
     }
 
     pub(crate) fn counter(&self, window: u32) -> u32 {
-        // Acquire: pairs with the AcqRel of `raise`: the bits behind these credits are clear.
-        self.cell(window).load(Ordering::Acquire)
+        // Relaxed: whoever acts on it exchanges the word, or reads it again (`counter_after`).
+        self.cell(window).load(Ordering::Relaxed)
     }
 
     /// The counter, read so that later changes of it see what this thread did before (see
     /// [`super::index`]).
     pub(crate) fn counter_after(&self, window: u32) -> u32 {
-        // AcqRel on a read-modify-write that changes nothing: pairs with `raise` in both orders.
-        self.cell(window).fetch_or(0, Ordering::AcqRel)
+        // Release on a read-modify-write that changes nothing: pairs with the Acquire of a `raise`
+        // or a `revive` that comes later; one that came before is in the value.
+        self.cell(window).fetch_or(0, Ordering::Release)
     }
 
     /// The windows of a zone, the preferred part first.
@@ -246,16 +247,17 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         // Relaxed: grows only; a drain that misses a seat which is being taken for the first time
         // comes before that.
         if self.active.load(Ordering::Relaxed) < used {
-            // AcqRel: pairs with the load in `active`.
-            self.active.fetch_max(used, Ordering::AcqRel);
+            // Relaxed: a new home has nothing. Whoever misses what it took from the total acquires
+            // that taking, and so sees this before it.
+            self.active.fetch_max(used, Ordering::Relaxed);
         }
         &self.homes[at]
     }
 
     /// The homes that have ever been used.
     pub(crate) fn active(&self) -> &[Home] {
-        // Acquire: pairs with the maximum in `home`.
-        &self.homes[..self.active.load(Ordering::Acquire) as usize]
+        // Relaxed: the homes were made with the pool; see also `home`.
+        &self.homes[..self.active.load(Ordering::Relaxed) as usize]
     }
 
     /// Takes the seat's window away from it: its credits go back to the window's counter, and to
@@ -290,12 +292,14 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// A home loses its window and its wallet to the total. Returns its seat and wallet then.
     fn drain_one(&self, home: &Home) -> (Seat, u64) {
         let seat = self.vacate(home, true);
-        // Acquire: pairs with `put`.
-        let wallet = home.wallet.load(Ordering::Acquire);
+        // Relaxed: the withdrawal decides, or the load below.
+        let wallet = home.wallet.load(Ordering::Relaxed);
         if credits(wallet) > 0 {
             let _hand = home.open_hand(credits(wallet));
             self.put_total(home.withdraw_up_to(credits(wallet)));
         }
+        // Acquire: pairs with the Release of `withdraw_up_to`: credits that are gone from here are
+        // in a hand that is seen open, or where it put them.
         (seat, home.wallet.load(Ordering::Acquire))
     }
 
@@ -314,11 +318,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// Empty blocks that nobody has reserved. Exact at quiescence.
     pub(crate) fn empty(&self) -> u32 {
-        // Acquire, all three: pair with the rises, so the bits behind these numbers are clear.
-        let mut n = self.total.0.load(Ordering::Acquire);
+        // Relaxed: a number, from words that do not stand still.
+        let mut n = self.total.0.load(Ordering::Relaxed);
         for home in self.active() {
             n = n.saturating_add(home.seat().credits());
-            n = n.saturating_add(credits(home.wallet.load(Ordering::Acquire)));
+            n = n.saturating_add(credits(home.wallet.load(Ordering::Relaxed)));
         }
         // Credits on their way from one place to another may be counted twice.
         n.min(self.span)
@@ -326,22 +330,24 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     fn put_total(&self, n: u32) {
         if n > 0 {
-            // AcqRel: Release pairs with the Acquire of a reservation: the counters were raised.
-            self.total.0.fetch_add(n, Ordering::AcqRel);
+            // Release: pairs with the Acquire of a reservation: the counters were raised.
+            self.total.0.fetch_add(n, Ordering::Release);
         }
     }
 
     /// Takes `least ..= most` credits out of the total, as many as there are, or none.
     fn draw(&self, least: u32, most: u32) -> u32 {
-        // Acquire: as in the exchange.
+        // Acquire, here and on failure: pairs with the Release of another thread's drawing: who
+        // finds the credits gone sees the hand that they are in (see `reserve_all`).
         let mut total = self.total.0.load(Ordering::Acquire);
         loop {
             let got = total.min(most);
             if got < least || got == 0 {
                 return 0;
             }
-            // AcqRel: Acquire pairs with the Release of `put_total` (the counters are raised),
-            // Release hands the same on to the next reservation.
+            // AcqRel: Acquire pairs with the Release of `put_total`: the counters are raised. (The
+            // load does not suffice: credits may have gone and others come since.) Release: see
+            // the load.
             match self.total.0.compare_exchange(
                 total,
                 total - got,
@@ -413,8 +419,10 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             let mut same = self.active().len() == homes.len();
             let mut hands = 0;
             for (home, seen) in homes.iter().zip(&seen) {
-                let wallet = home.wallet.load(Ordering::Acquire);
-                let hand = home.hand.load(Ordering::Acquire);
+                // Relaxed, both: what is as it was tells nothing new, and the rest is looked at
+                // again.
+                let wallet = home.wallet.load(Ordering::Relaxed);
+                let hand = home.hand.load(Ordering::Relaxed);
                 same &= (home.seat(), wallet, hand) == *seen && credits(wallet) == 0;
                 hands += credits(hand);
             }
@@ -439,13 +447,13 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             if got == 0 || got < least || word & unless != 0 {
                 return 0;
             }
-            // AcqRel: Acquire pairs with the Release of `raise` (the bits are clear); Release
-            // hands the same on.
+            // Acquire: pairs with the Release of each `raise` before it: the bits are clear. (All
+            // changes of a counter are read-modify-writes, so this one hands those on to the next.)
             match self.cell(window).compare_exchange(
                 word,
                 (word - got) | taken,
-                Ordering::AcqRel,
                 Ordering::Acquire,
+                Ordering::Relaxed,
             ) {
                 Ok(_) => return got,
                 Err(seen) => word = seen,
@@ -477,8 +485,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// Something was released into a window with barren orders: they are worth a look again.
     pub(crate) fn revive(&self, window: u32) {
-        // AcqRel: pairs with the reading again in `give_up_on`.
-        let old = self.cell(window).fetch_and(!BARREN, Ordering::AcqRel);
+        // Acquire: pairs with the reading again in `give_up_on`.
+        let old = self.cell(window).fetch_and(!BARREN, Ordering::Acquire);
         for order in 1..Self::HUGE {
             if old & super::counter::barren(order) != 0 {
                 self.may[order as usize - 1].set(window);
@@ -518,12 +526,13 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// From now on a window that was claimed whole is a set of single blocks. Returns whether its
     /// blocks may be touched: not while it is being released as a page.
     pub(crate) fn split(&self, window: u32) -> bool {
-        let word = self.counter(window);
+        // Acquire, here and below: pairs with the `raise` that ends the release of a page: who comes
+        // after it sees the bits clear, though they were stored without an exchange, and refuses.
+        let word = self.cell(window).load(Ordering::Acquire);
         if word & (PAGE | BUSY) == 0 {
             return true;
         }
-        // AcqRel: pairs with the exchange that begins the release of the page.
-        let old = self.cell(window).fetch_and(!PAGE, Ordering::AcqRel);
+        let old = self.cell(window).fetch_and(!PAGE, Ordering::Acquire);
         old & BUSY == 0
     }
 
@@ -532,7 +541,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Windows that are wholly empty.
     pub(crate) fn free_windows(&self) -> u32 {
         let whole = |window: &u32| {
-            let free = |line: &AtomicU64| line.load(Ordering::Acquire) == !Self::FULL;
+            // Relaxed: statistics.
+            let free = |line: &AtomicU64| line.load(Ordering::Relaxed) == !Self::FULL;
             self.lines[Self::words_of(*window)].iter().all(free)
         };
         (0..self.windows()).filter(whole).count() as u32
@@ -554,8 +564,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         for window in 0..self.windows() {
             let word = self.counter(window);
             let lines = &self.lines[Self::words_of(window)];
+            // Relaxed: nobody else is at work.
             let clear: u32 = (lines.iter())
-                .map(|line| (!line.load(Ordering::Acquire)).count_ones())
+                .map(|line| (!line.load(Ordering::Relaxed)).count_ones())
                 .sum();
             let seats = self.homes.iter().map(Home::seat);
             let mut seated = seats.filter(|seat| seat.window() == Some(window));

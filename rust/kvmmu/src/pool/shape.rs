@@ -121,12 +121,12 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     /// A search found no page of this order: the window leaves the order's index, unless a second
     /// search, after the mark, finds one (then it is returned).
-    fn give_up_on(&self, window: u32, order: u32) -> Option<u32> {
+    pub(crate) fn give_up_on(&self, window: u32, order: u32) -> Option<u32> {
         let mark = barren(order);
         let index = &self.may[order as usize - 1];
-        // AcqRel: Acquire pairs with `raise`: releases counted before this mark are seen below.
-        // Release: those counted after it see the mark.
-        let old = self.cell(window).fetch_or(mark, Ordering::AcqRel);
+        // Acquire: pairs with `raise`: releases counted before this mark are seen below; those
+        // counted after it see the mark.
+        let old = self.cell(window).fetch_or(mark, Ordering::Acquire);
         let found = self.find_page(window, order);
         if old & HOME != 0 || found.is_some() {
             self.revive(window); // undo
@@ -147,11 +147,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// The lowest page of an order in a window that looks free and begins at or after `from`.
     fn find_page_from(&self, from: u32, window: u32, order: u32) -> Option<u32> {
         let words = (from / BITS) as usize..Self::words_of(window).end;
-        // Acquire, both: pair with the release that cleared the bits.
+        // Relaxed, both: whoever claims what looks free acquires then.
         if 1 << order < BITS {
             let mut ahead = !0 << (from % BITS);
             for at in words {
-                let free = pages(self.lines[at].load(Ordering::Acquire), order) & ahead;
+                let free = pages(self.lines[at].load(Ordering::Relaxed), order) & ahead;
                 if free != 0 {
                     return Some(at as u32 * BITS + free.trailing_zeros());
                 }
@@ -160,7 +160,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return None;
         }
         let span = ((1 << order) / BITS) as usize;
-        let free = |at: usize| self.lines[at].load(Ordering::Acquire) == !Self::FULL;
+        let free = |at: usize| self.lines[at].load(Ordering::Relaxed) == !Self::FULL;
         (from.div_ceil(1 << order) as usize * span..words.end)
             .step_by(span)
             .find(|&at| (at..at + span).all(free))
@@ -191,11 +191,11 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 }
                 let first = free.trailing_zeros();
                 let mask = ((1 << (1 << order)) - 1) << first;
-                // AcqRel: Acquire pairs with the Release that cleared the bits.
+                // Acquire: pairs with the Release that cleared the bits.
                 match self.lines[at].compare_exchange(
                     line,
                     line | mask,
-                    Ordering::AcqRel,
+                    Ordering::Acquire,
                     Ordering::Relaxed,
                 ) {
                     Ok(_) => return Some(at as u32 * BITS + first),
@@ -215,16 +215,17 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                 if line & mask != 0 {
                     // Own bits are cleared again; their credits are still held.
                     for (before, mask) in Self::masks(range).take_while(|(word, _)| *word != at) {
-                        // AcqRel: hands on what the last owner of the blocks did.
-                        self.lines[before].fetch_and(!mask, Ordering::AcqRel); // undo
+                        // Relaxed: a read-modify-write, so the Release with which the last owner
+                        // cleared these bits still reaches their next owner.
+                        self.lines[before].fetch_and(!mask, Ordering::Relaxed); // undo
                     }
                     return false;
                 }
-                // AcqRel: Acquire pairs with the Release that cleared the bits.
+                // Acquire: pairs with the Release that cleared the bits.
                 match self.lines[at].compare_exchange(
                     line,
                     line | mask,
-                    Ordering::AcqRel,
+                    Ordering::Acquire,
                     Ordering::Relaxed,
                 ) {
                     Ok(_) => break,
@@ -312,8 +313,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// exchange.
     pub(crate) fn fill_window(&self, window: u32) {
         for line in &self.lines[Self::words_of(window)] {
-            // Release: pairs with the Acquire of whoever looks.
-            line.store(!0, Ordering::Release);
+            // Relaxed: nobody needs to know more of a block than that it is not empty.
+            line.store(!0, Ordering::Relaxed);
         }
     }
 
@@ -335,20 +336,21 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             if word & (PAGE | BUSY) != PAGE || count(word) != 0 {
                 return false;
             }
-            // AcqRel: pairs with the `split` of a second owner, of which one wins.
+            // Relaxed: it only decides between this and the `split` of a second owner.
             match self.cell(window).compare_exchange(
                 word,
                 word & !PAGE | BUSY,
-                Ordering::AcqRel,
-                Ordering::Acquire,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
             ) {
                 Ok(_) => break,
                 Err(seen) => word = seen,
             }
         }
         for line in &self.lines[Self::words_of(window)] {
-            // Release: pairs with the Acquire of the next claim of these blocks.
-            line.store(!Self::FULL, Ordering::Release);
+            // Relaxed: all credits of the window come out of the `raise` below, whose Release pairs
+            // with the Acquire of the next claim of these blocks.
+            line.store(!Self::FULL, Ordering::Relaxed);
         }
         self.raise(window, Self::WINDOW, BUSY);
         self.lower_hints(home, window);
@@ -372,8 +374,8 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     }
 
     fn looks_free(&self, range: Range<u32>) -> bool {
-        // Acquire: pairs with the release that cleared the bits.
-        Self::masks(range).all(|(at, mask)| self.lines[at].load(Ordering::Acquire) & mask == 0)
+        // Relaxed, here and in the looks below: as in `find_page_from`.
+        Self::masks(range).all(|(at, mask)| self.lines[at].load(Ordering::Relaxed) & mask == 0)
     }
 
     /// With the blocks reserved: claims exactly them, or none.
@@ -401,8 +403,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
             for (before, part) in parts(range).take_while(|(w, _)| *w != window) {
                 for (at, mask) in Self::masks(part.clone()) {
-                    // AcqRel: hands on what the last owner of the blocks did.
-                    self.lines[at].fetch_and(!mask, Ordering::AcqRel); // undo
+                    // Relaxed: as in `set_range`; where `fill_window` stored, `raise` hands on what
+                    // the last owners did, since nobody else has a credit of the window.
+                    self.lines[at].fetch_and(!mask, Ordering::Relaxed); // undo
                 }
                 self.raise(before, part.len() as u32, 0); // undo
             }
@@ -524,8 +527,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         while start > least {
             let (word, _) = Self::place(start - 1);
             let below = start - word as u32 * BITS;
-            // Acquire: pairs with the release that cleared the bits.
-            let line = self.lines[word].load(Ordering::Acquire) << (64 - below);
+            let line = self.lines[word].load(Ordering::Relaxed) << (64 - below);
             let free = line.leading_zeros().min(below);
             start -= free;
             if free < below {
@@ -541,8 +543,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         while n < most {
             let (word, _) = Self::place(first + n);
             let offset = first + n - word as u32 * BITS;
-            // Acquire: pairs with the release that cleared the bits.
-            let line = self.lines[word].load(Ordering::Acquire) >> offset;
+            let line = self.lines[word].load(Ordering::Relaxed) >> offset;
             let free = line.trailing_zeros().min(BITS - offset);
             n += free;
             if free < BITS - offset {

@@ -34,7 +34,7 @@ pub struct States {
 impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// The state word. 0 for an empty block as well: see [`Pool::is_empty`].
     pub(crate) fn word(&self, block: u32) -> Word {
-        // Acquire: pairs with the AcqRel of whoever changed it.
+        // Acquire: pairs with the Release of whoever changed it.
         half(
             self.words[block as usize / 2].load(Ordering::Acquire),
             block,
@@ -46,8 +46,9 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         let cell = &self.words[block as usize / 2];
         // Relaxed: nobody else changes this half.
         let old = half(cell.load(Ordering::Relaxed), block);
-        // AcqRel: Release pairs with the Acquire in `word`. The other half stays as it is.
-        cell.fetch_xor(difference(block, old, word), Ordering::AcqRel);
+        // Release: pairs with the Acquire in `word`: who is the only holder left, and finds that
+        // out without a lock, comes after what the others did. The other half stays as it is.
+        cell.fetch_xor(difference(block, old, word), Ordering::Release);
         self.recount(old, word);
     }
 
@@ -95,7 +96,8 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             // Acquire, and AcqRel below: as in `change_word`.
             let mut pair = cell.load(Ordering::Acquire);
             if two && let Some(new) = quick(pair) {
-                match cell.compare_exchange(pair, new, Ordering::AcqRel, Ordering::Acquire) {
+                // Release on success: both blocks keep a holder, and the last one reads them again.
+                match cell.compare_exchange(pair, new, Ordering::Release, Ordering::Acquire) {
                     Ok(_) => {
                         at += 2;
                         continue;
@@ -417,10 +419,10 @@ impl Pool {
     fn window(&self, window: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
         let words = window as usize * 8..(window as usize + 1) * 8;
         let none = std::iter::repeat(0);
-        // Acquire: pairs with the claim or release that changed the bit. Relaxed: an index.
+        // Relaxed, both: whoever decides by it looks again, or lives with what changes meanwhile.
         let lines = words
             .clone()
-            .map(|at| self.physical.lines[at].load(Ordering::Acquire));
+            .map(|at| self.physical.lines[at].load(Ordering::Relaxed));
         let end = words.end.min(self.evictable.len());
         let evictable = self.evictable[words.start.min(end)..end].iter();
         lines.zip(evictable.map(|ev| ev.load(Ordering::Relaxed)).chain(none))
@@ -434,8 +436,8 @@ impl Pool {
     /// The lines, as far as there are blocks.
     fn lines(&self) -> impl Iterator<Item = u64> {
         let words = self.physical.span.div_ceil(64) as usize;
-        // Acquire: pairs with the claim or release that changed the bit.
-        let load = |line: &AtomicU64| line.load(Ordering::Acquire);
+        // Relaxed: a survey; whoever claims what it shows acquires then.
+        let load = |line: &AtomicU64| line.load(Ordering::Relaxed);
         self.physical.lines[..words].iter().map(load)
     }
 }

@@ -35,7 +35,7 @@ impl Mmu {
         let reserved = match self.reserve_with(needed.copies + needed.growth, &mut shared) {
             Ok(reserved) => reserved,
             Err(error) => {
-                self.shrink_back(&mut rows);
+                let error = self.shrink_back(&mut rows, error);
                 self.table.trim(space, mapped, blocks, mapped == 0);
                 return Err(error);
             }

@@ -139,7 +139,11 @@ impl Mmu {
         let limit = self.matchable(tokens.len());
         let mut matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
         let orders = (opening.page_orders).map(PageOrders::bits);
-        let allowed = orders.unwrap_or_else(|| self.orders_for(tokens.len() as u32));
+        let mut allowed = orders.unwrap_or_else(|| self.orders_for(tokens.len() as u32));
+        if opening.require_huge && orders.is_none() {
+            // Asked for, so the length does not matter.
+            allowed |= self.config.page_orders.bits() & 1 << 9;
+        }
         let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let strict = opening.require_huge || contiguous > 0;
         if contiguous > 0
@@ -168,10 +172,16 @@ impl Mmu {
             n: blocks - start,
             orders: allowed,
             zone: opening.zone,
-            contiguous: if start == 0 { contiguous } else { 0 },
+            contiguous: match start {
+                // The first huge page is such a run.
+                0 if opening.require_huge && contiguous <= 512 && blocks >= 512 => 0,
+                0 => contiguous,
+                _ => 0,
+            },
+            huge: opening.require_huge,
         };
         let protected = self.evictable_among(&matched);
-        if let Err(error) = self.check_room(&shared, part, protected, opening.require_huge) {
+        if let Err(error) = self.check_room(&shared, part, protected) {
             self.table.trim(space, 0, blocks, true);
             return Err(error);
         }
@@ -235,11 +245,11 @@ impl Mmu {
     }
 
     /// Refuses what cannot be, before anything changes.
-    fn check_room(&self, shared: &Shared, part: Part, protected: u32, huge: bool) -> Result<()> {
+    fn check_room(&self, shared: &Shared, part: Part, protected: u32) -> Result<()> {
         let reserved = self.reserve(shared, part.n, protected)?;
         self.unreserve(reserved);
-        let regions = part.regions();
-        if huge && regions > 0 {
+        let regions = part.complete_regions();
+        if part.huge && regions > 0 {
             let idle = self.pool.idle_windows().len() as u32 + self.windows_of_holds();
             if part.orders >> 9 & 1 == 0 || idle < regions {
                 return Err(self.pool.refusal(regions * 512));

@@ -14,9 +14,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::config::PageOrders;
 use crate::error::{Error, Result};
 use crate::pool::{Fit, Placement, Zone};
-use crate::state::{Mmu, Shared};
+use crate::state::{Mmu, NONE, Shared, runs_behind};
 use crate::stats::count;
 use crate::sync::MutexGuard;
 
@@ -51,6 +52,8 @@ pub(super) struct Part {
     pub(super) zone: Zone,
     /// Blocks at the start of it that must lie in one run.
     pub(super) contiguous: u32,
+    /// Each complete region of 512 blocks must be a huge page.
+    pub(super) huge: bool,
 }
 
 impl Part {
@@ -59,7 +62,19 @@ impl Part {
         if self.orders >> 9 & 1 == 0 {
             return 0;
         }
+        self.complete_regions()
+    }
+
+    /// Complete regions of 512 blocks, whatever pages may be used.
+    pub(super) fn complete_regions(&self) -> u32 {
         ((self.at + self.n) / REGION).saturating_sub(self.at.div_ceil(REGION))
+    }
+
+    /// Whether blocks for the part give each complete region a huge page.
+    fn is_huge(&self, blocks: &[u32]) -> bool {
+        let before = (self.at.next_multiple_of(REGION) - self.at).min(self.n) as usize;
+        let whole = |page: &[u32]| page[0].is_multiple_of(REGION) && runs_behind(NONE, page) == 1;
+        blocks[before..].chunks_exact(REGION as usize).all(whole)
     }
 }
 
@@ -178,7 +193,10 @@ impl Mmu {
         out: &mut Vec<u32>,
     ) -> std::result::Result<(), Missing> {
         let start = out.len();
-        let placed = self.place_pages(claim, part, strict, out);
+        let mut placed = self.place_pages(claim, part, strict, out);
+        if part.huge && placed.is_ok() && !part.is_huge(&out[start..]) {
+            placed = Err(Missing { run: REGION }); // a contiguous start took a region
+        }
         if placed.is_err() {
             // The caller still has its claim: what was taken of it is reserved again.
             let taken = out.split_off(start);
@@ -201,6 +219,7 @@ impl Mmu {
             orders,
             zone,
             contiguous,
+            ..
         } = part;
         if self.config.placement != Placement::AddressOrder {
             if strict && (contiguous > 1 || orders >> 9 & 1 != 0 && n >= REGION) {
@@ -467,7 +486,10 @@ impl Mmu {
             _ => end % REGION,
         };
         let wanted = n + self.config.hold_blocks + (1 << self.config.page_orders.alignment()) - 1;
-        if n == 0 || wanted > REGION || self.config.placement != Placement::AddressOrder {
+        // Single blocks without holds are served as they come, and the cache loses the oldest.
+        let plain = self.config.page_orders == PageOrders::SINGLE && !self.has_holds();
+        let none = n == 0 || wanted > REGION || self.pool.num_evictable() == 0;
+        if plain || none || self.config.placement != Placement::AddressOrder {
             return;
         }
         let Some(run) = self.pool.available_run(wanted, 64) else {

@@ -53,16 +53,15 @@ impl Mmu {
         let (mut shared, into, mut steps) = match claimed {
             Ok(claimed) => claimed,
             Err(error) => {
-                self.shrink_back(&mut batch);
+                let error = self.shrink_back(&mut batch, error);
                 self.trim(&batch[..done]);
                 return Err(error);
             }
         };
         if let Err(error) = self.check_new_pages(&batch, &into, rows) {
-            let grown: usize = batch.iter().map(|row| row.fresh.len()).sum();
-            count(&self.stats.freed_blocks, into.len() + grown);
+            count(&self.stats.freed_blocks, into.len());
             self.pool.give(&into);
-            self.shrink_back(&mut batch);
+            let error = self.shrink_back(&mut batch, error);
             self.trim(&batch);
             return Err(error);
         }

@@ -13,6 +13,7 @@ use std::collections::HashMap;
 
 use super::place::{Claim, Part};
 use crate::config::PageOrders;
+use crate::error::Error;
 use crate::pool::{Fit, Word, Zone};
 use crate::state::{Mmu, NONE, Sequence, Shared};
 use crate::stats::count;
@@ -86,14 +87,30 @@ impl Mmu {
         needed
     }
 
-    /// Gives back what rows had grown by, when the call fails: to their holds, if it was theirs.
-    pub(super) fn shrink_back(&self, rows: &mut [Row<'_>]) {
+    /// Gives back what rows had grown by, when the call fails: to their holds, if it was theirs. The
+    /// error counts those blocks as needed and as available.
+    pub(super) fn shrink_back(&self, rows: &mut [Row<'_>], error: Error) -> Error {
+        let mut grown = 0;
         for row in rows {
             let mut fresh = std::mem::take(&mut row.fresh);
+            grown += fresh.len();
             if !fresh.is_empty() {
                 self.hold_again(row.slot, row.sequence.last, &mut fresh);
                 self.pool.give(&fresh);
             }
+        }
+        count(&self.stats.freed_blocks, grown);
+        match error {
+            Error::OutOfBlocks {
+                needed,
+                available,
+                num_blocks,
+            } => Error::OutOfBlocks {
+                needed: needed + grown as u64,
+                available: available + grown as u64,
+                num_blocks,
+            },
+            other => other,
         }
     }
 
@@ -140,6 +157,7 @@ impl Mmu {
                 orders: self.orders_of(&row.sequence, row.tokens_after),
                 zone: Zone::Body,
                 contiguous: 0,
+                huge: false,
             };
             if let Some(shared) = shared.as_deref_mut() {
                 self.make_room(shared, part);

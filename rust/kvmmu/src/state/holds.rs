@@ -28,7 +28,10 @@ pub(crate) struct Holds {
 }
 
 fn pack(range: &Range<u32>) -> u64 {
-    (range.len() as u64) << 32 | u64::from(range.start) * u64::from(!range.is_empty())
+    match range.len() as u64 {
+        0 => 0,
+        n => (n << 32) | u64::from(range.start),
+    }
 }
 
 fn unpack(word: u64) -> Range<u32> {

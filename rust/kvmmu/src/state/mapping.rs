@@ -161,13 +161,14 @@ impl Mmu {
     ) {
         let space = sequence.space;
         let first = space.virtual_of(sequence.first);
-        for order in 1..=HUGE {
-            if orders >> order & 1 == 0 {
-                continue;
-            }
+        let (from, to) = (space.virtual_of(from), space.virtual_of(to));
+        let mut orders = orders & !1;
+        while orders != 0 {
+            let order = orders.trailing_zeros();
+            orders &= orders - 1;
             let size = 1 << order;
-            let mut end = (space.virtual_of(from) / size + 1) * size;
-            while end <= space.virtual_of(to) {
+            let mut end = (from / size + 1) * size;
+            while end <= to {
                 if end - size >= first {
                     self.promote_one(shared, sequence, space.logical_of(end - size), order);
                 }

@@ -82,7 +82,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
             (upper, space.node, at / FANOUT)
         } else {
             let pte = self.load(upper.node(), at % FANOUT);
-            (pte, upper.node(), at % FANOUT & !((1 << pte.order()) - 1))
+            (pte, upper.node(), (at % FANOUT) & !((1 << pte.order()) - 1))
         };
         let inside = at & ((1 << pte.order()) - 1);
         // (A page may begin before logical block 0 never: pages lie within what is mapped.)
