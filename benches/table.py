@@ -39,20 +39,20 @@ def rows(bench: Bench) -> Iterator[Row]:
 def page_table() -> Iterator[Row]:
     """From Rust: looking up, mapping and unmapping, forking, and the memory of tables."""
     found = rust_figures("page_table")
-    for heat, goal in (("hot", 5), ("cold", 20)):
+    for heat, limit in (("hot", 5), ("cold", 20)):
         rivals = {
             "vec": "Vec of Vecs",
             "short": "walk from level 2, a copy",
             "cached": "walk cache of 256, a copy",
         }
-        for rival, name in rivals.items():
+        for other, name in rivals.items():
             yield Row(
                 f"look, {heat}: no lock, all four levels",
                 "ns",
                 found[f"look {heat}"],
                 name,
-                found[f"{rival} {heat}"],
-                Goal(goal) if rival == "vec" else None,
+                found[f"{other} {heat}"],
+                Goal(limit) if other == "vec" else None,
             )
     yield Row("translate, a position of a batch", "ns", found["translate batch"], goal=Goal(5))
     yield Row("translate, one of 1000 sequences a call", "ns", found["translate one a call"])
@@ -64,12 +64,13 @@ def page_table() -> Iterator[Row]:
         ("scattered", 130, 80),
         ("holes", 130, 80),
     ):
-        for verb, rival, goal in (
+        verbs: tuple[tuple[str, str | None, Goal | None], ...] = (
             ("map + unmap", "map + unmap vec", Goal(map_goal)),
             ("fork", "fork vec", Goal(fork_goal)),
             ("close child", "close child vec", None),
             ("fork published", None, Goal(fork_goal)),
-        ):
+        )
+        for verb, rival, goal in verbs:
             yield Row(
                 f"{verb} {LONG} blocks, {shape}",
                 "us",

@@ -231,7 +231,8 @@ mod tests {
                 blocks.into_iter().map(|block| block % spread).collect();
             let mut list: Vec<u32> = blocks.iter().copied().collect();
             for turn in [0, 1, list.len() / 2] {
-                list.rotate_left(turn.min(list.len()));
+                let turn = turn.min(list.len());
+                list.rotate_left(turn);
                 list.reverse();
                 super::sort(&mut list);
                 prop_assert!(list.iter().eq(&blocks));
