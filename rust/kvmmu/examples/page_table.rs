@@ -420,7 +420,7 @@ impl Walks {
 
     /// Behind the walk cache; its tags are read and written by this thread alone.
     fn cached(&mut self, slot: u32, index: u32, hits: &mut u32) -> Option<u32> {
-        let key = u64::from(slot << 9 | index / FANOUT) + 1;
+        let key = u64::from((slot << 9) | (index / FANOUT)) + 1;
         let place = (key as usize).wrapping_mul(0x9e37_79b9) >> 8 & (PLACES - 1);
         let [tag, table] = self.places[place];
         let space = self.spaces[slot as usize];
