@@ -1,7 +1,8 @@
-"""What a kernel reads: writing block tables, and looking up slots.
+"""What a kernel reads: writing block tables, and looking up slots. And what the page table costs.
 
 The rivals of the export are NumPy, a row assigned from an array of ids that an engine already has,
-and memcpy of the whole table. The rival of the look-up is NumPy arithmetic on such an array.
+and memcpy of the whole table. The rival of the look-up is NumPy arithmetic on such an array. Those
+of the page table are in rust/kvmmu/examples/page_table.rs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from kvmmu import MMU, BlockTables, PrefixGroups, prefix_groups
 
-from harness import Bench, Goal, Row, medians, seconds
+from harness import Bench, Goal, Row, medians, rust_figures, seconds
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -29,9 +30,81 @@ FORMS: dict[str, dict[str, int]] = {
 
 
 def rows(bench: Bench) -> Iterator[Row]:
+    yield from page_table()
     yield from looked_up()
     yield from whole_tables()
     yield from new_blocks()
+
+
+def page_table() -> Iterator[Row]:
+    """From Rust: looking up, mapping and unmapping, forking, and the memory of tables."""
+    found = rust_figures("page_table")
+    for heat, limit in (("hot", 5), ("cold", 20)):
+        rivals = {
+            "vec": "Vec of Vecs",
+            "short": "walk from level 2, a copy",
+            "cached": "walk cache of 256, a copy",
+        }
+        for other, name in rivals.items():
+            yield Row(
+                f"look, {heat}: no lock, all four levels",
+                "ns",
+                found[f"look {heat}"],
+                name,
+                found[f"{other} {heat}"],
+                Goal(limit) if other == "vec" else None,
+            )
+    yield Row("translate, a position of a batch", "ns", found["translate batch"], goal=Goal(5))
+    yield Row("translate, one of 1000 sequences a call", "ns", found["translate one a call"])
+
+    plain = "Vec of blocks, counts, free list"
+    for shape, map_goal, fork_goal in (
+        ("huge", 20, 20),
+        ("contiguous", 40, 25),
+        ("scattered", 130, 80),
+        ("holes", 130, 80),
+    ):
+        verbs: tuple[tuple[str, str | None, Goal | None], ...] = (
+            ("map + unmap", "map + unmap vec", Goal(map_goal)),
+            ("fork", "fork vec", Goal(fork_goal)),
+            ("close child", "close child vec", None),
+            ("fork published", None, Goal(fork_goal)),
+        )
+        for verb, rival, goal in verbs:
+            yield Row(
+                f"{verb} {LONG} blocks, {shape}",
+                "us",
+                found[f"{verb} {shape}"],
+                rival and plain,
+                found[rival] if rival else None,
+                goal,
+            )
+        yield Row(
+            f"open, 5000 of {LONG} blocks cached, {shape}",
+            "us",
+            found[f"open part {shape}"],
+            "match alone",
+            found[f"match part {shape}"],
+        )
+    for what in ("16 pages", "5000 blocks"):
+        yield Row(
+            f"count {what}, two blocks a word (a copy)",
+            "ns",
+            found[f"count {what} packed"],
+            "a count a page (a copy)",
+            found[f"count {what} by_page"],
+        )
+    for form, goal_bytes in (
+        (f"huge, {LONG} blocks", 1.5),
+        (f"contiguous, {LONG} blocks", 16),
+        ("contiguous, 128 blocks", None),
+    ):
+        yield Row(
+            f"tables, {form}",
+            "bytes/block",
+            found[f"bytes a block, {form}"],
+            goal=None if goal_bytes is None else Goal(goal_bytes),
+        )
 
 
 def looked_up() -> Iterator[Row]:

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::physical::Physical;
-use super::word::{both_released, both_retained};
+use super::word::{MAX_REFERENCES, both_released, both_retained, may_be_full};
 use super::{Pool, State, WINDOW, Word};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -141,15 +141,14 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         Ok(())
     }
 
-    /// One more holder of each block of a range, neighbours two at a time where both are plainly in
-    /// use; `other` hears of the rest. Under the lock that guards the words of shared blocks; no
+    /// One more holder of each block of a range that is plainly in use, neighbours two at a time;
+    /// `other` hears of the rest. Under the lock that guards the words of shared blocks; no
     /// block of the range is anybody's who works without it.
     pub(crate) fn retain_pairs(&self, blocks: Range<u32>, other: impl FnMut(u32)) {
         self.change_pairs(blocks, both_retained, other);
     }
 
-    /// One holder less of each block, where both of two neighbours keep one; else as
-    /// [`Pool::retain_pairs`].
+    /// One holder less of each block that keeps one; else as [`Pool::retain_pairs`].
     pub(crate) fn release_pairs(&self, blocks: Range<u32>, other: impl FnMut(u32)) {
         self.change_pairs(blocks, both_released, other);
     }
@@ -163,19 +162,33 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         let mut at = blocks.start;
         while at < blocks.end {
             let cell = &self.words[at as usize / 2];
+            // Relaxed: the lock hands the words on, and nobody changes them without it.
+            let pair = cell.load(Ordering::Relaxed);
             let two = at.is_multiple_of(2) && at + 1 < blocks.end;
-            // Relaxed, both: the lock hands the words on, and nobody changes them without it.
-            match two.then(|| change(cell.load(Ordering::Relaxed))).flatten() {
-                Some(new) => {
-                    cell.store(new, Ordering::Relaxed);
-                    at += 2;
-                }
-                None => {
-                    other(at);
-                    at += 1;
-                }
+            if let Some(new) = two.then(|| change(pair)).flatten() {
+                // Release: somebody without the lock may ask whether a neighbour is private.
+                cell.store(new, Ordering::Release);
+                at += 2;
+                continue;
             }
+            // One alone: beside it stands, for this question, a block that is held twice.
+            let mask = u64::from(u32::MAX) << (32 * (at % 2));
+            let alone = pair & mask | (1 | 1 << 32) & !mask;
+            match change(alone) {
+                Some(new) => cell.store(new & mask | pair & !mask, Ordering::Release),
+                None => other(at),
+            }
+            at += 1;
         }
+    }
+
+    /// Whether a block of a range has as many references as can be.
+    pub(crate) fn any_full(&self, blocks: Range<u32>) -> bool {
+        let full = |block| self.word(block).references() == MAX_REFERENCES;
+        let pairs = &self.words[blocks.start as usize / 2..blocks.end.div_ceil(2) as usize];
+        // Acquire: as in `word`. Whoever is far from it is seen to be at once.
+        let may_be = |or, pair: &AtomicU64| or | may_be_full(pair.load(Ordering::Acquire));
+        pairs.iter().fold(0, may_be) != 0 && blocks.into_iter().any(full)
     }
 
     /// Whether the words of all blocks of a range are 0: private, as their owner knows that they are

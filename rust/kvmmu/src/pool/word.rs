@@ -41,7 +41,8 @@ const OFFLINE: u32 = 4 << TAG_SHIFT;
 const OWNED: u32 = 5 << TAG_SHIFT;
 /// The tags of two words side by side.
 pub(crate) const TAGS: u64 = 7 << TAG_SHIFT | 7 << (32 + TAG_SHIFT);
-const COUNTS: u64 = COUNT as u64 | (COUNT as u64) << 32;
+/// The top bits of the counts.
+const HALVES: u64 = MOVES >> 1;
 const MOVES: u64 = MOVING as u64 | (MOVING as u64) << 32;
 const ONES: u64 = 1 | 1 << 32;
 const PUBLISHED: u32 = 1 << 28;
@@ -188,9 +189,13 @@ impl Word {
 
 /// Two words side by side with one holder more, if both are plainly in use.
 pub(crate) fn both_retained(pair: u64) -> Option<u64> {
-    let full = COUNTS >> 1 & COUNTS;
     // Half of the greatest count at most: then neither overflows.
-    (pair & (TAGS | COUNTS & !full) == 0).then(|| pair + ONES)
+    (pair & (TAGS | HALVES) == 0).then(|| pair + ONES)
+}
+
+/// Of two words side by side: 0 if neither has as many references as can be.
+pub(crate) fn may_be_full(pair: u64) -> u64 {
+    pair & HALVES
 }
 
 /// Two words side by side with one holder less, if both are plainly in use and keep one.

@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::pool::Placement;
 use crate::state::{Mmu, NONE, Sequence, Shared};
 use crate::stats::count;
-use crate::table::Page;
+use crate::table::Stretch;
 
 impl Mmu {
     /// Ends a sequence. Published blocks stay cached; the rest becomes empty, or fenced until the
@@ -76,7 +76,9 @@ impl Mmu {
         if from > sequence.first {
             self.cut_before(shared, slot, sequence, from);
         }
-        let pages: Vec<Page> = self.table.pages(sequence.space, from, mapped).collect();
+        let mut pages = std::mem::take(&mut shared.unmapping);
+        self.table
+            .each_stretch(sequence.space, from, mapped, |stretch| pages.push(stretch));
         let last = if from > sequence.first {
             self.table.block(sequence.space, from - 1)
         } else {
@@ -86,7 +88,7 @@ impl Mmu {
         sequence.last = last;
         self.table
             .unmap(sequence.space, from, mapped, sequence.first..from);
-        self.release_pages(shared, &pages);
+        self.release_pages(shared, pages);
     }
 
     /// Releases the blocks in front of a token, for attention that looks back only so far: their
@@ -116,7 +118,9 @@ impl Mmu {
         }
         let mut shared = self.shared();
         self.cut_before(&mut shared, slot, &mut sequence, to);
-        let pages: Vec<Page> = self.table.pages(sequence.space, first, to).collect();
+        let mut pages = std::mem::take(&mut shared.unmapping);
+        self.table
+            .each_stretch(sequence.space, first, to, |stretch| pages.push(stretch));
         self.forget(&mut sequence, NONE, &pages);
         let next = self.table.block(sequence.space, to);
         let before = self.table.block(sequence.space, to - 1);
@@ -125,56 +129,114 @@ impl Mmu {
         self.table.unmap(sequence.space, first, to, to..mapped);
         sequence.first = to;
         sequence.version = sequence.version.wrapping_add(1);
-        self.release_pages(&mut shared, &pages);
+        self.release_pages(&mut shared, pages);
         count(&self.stats.released_before, (to - first) as usize);
         Ok(to - first)
     }
 
     /// A sequence no longer counts pages and their runs, the first of them behind block `before`.
-    fn forget(&self, sequence: &mut Sequence, mut before: u32, pages: &[Page]) {
-        for page in pages {
-            sequence.pages[page.order as usize] -= 1;
-            sequence.runs -= u32::from(before == NONE || page.block != before + 1);
-            before = page.block + (1 << page.order) - 1;
+    fn forget(&self, sequence: &mut Sequence, mut before: u32, pages: &[Stretch]) {
+        for stretch in pages {
+            let blocks = stretch.blocks();
+            sequence.pages[stretch.page.order as usize] -= stretch.n;
+            sequence.runs -= u32::from(before == NONE || blocks.start != before + 1);
+            before = blocks.end - 1;
         }
     }
 
     /// Releases the blocks of pages that are no longer mapped, last first: a leaf enters the order
     /// of eviction before its parent.
-    fn release_pages(&self, shared: &mut Shared, pages: &[Page]) {
+    fn release_pages(&self, shared: &mut Shared, mut pages: Vec<Stretch>) {
         // No step ends between asking for the fence and waiting behind it.
         let steps = self.steps();
         let fence = steps.fence();
-        let blocks = pages.iter().map(|page| 1 << page.order).sum();
+        let blocks = pages.iter().map(|stretch| stretch.blocks().len()).sum();
         let mut empty = Vec::with_capacity(blocks);
+        let mut last = Vec::new();
         let mut freed = 0;
-        for page in pages.iter().rev() {
-            let of = (page.order, page.number());
-            if self.pool.all_private(page.blocks()) {
-                self.reverse.clear_only(of);
-                freed += 1 << page.order;
+        for stretch in pages.drain(..).rev() {
+            let order = stretch.page.order;
+            let entries = stretch.entries();
+            let blocks = stretch.blocks();
+            if self.pool.all_private(blocks.clone()) {
+                entries.for_each(|(number, _)| self.reverse.clear_only((order, number)));
+                freed += blocks.len();
                 if fence.is_none() {
-                    self.pool.unstick(page.blocks());
-                    empty.extend(page.blocks().rev());
+                    self.pool.unstick(blocks.clone());
+                    empty.extend(blocks.rev());
                     continue;
                 }
-                for block in page.blocks().rev() {
+                for block in blocks.rev() {
                     self.let_go(shared, fence, block, &mut empty);
                 }
             } else {
-                self.reverse.remove(&mut shared.chains, of, page.loc);
-                let mut last = Vec::new();
-                self.pool
-                    .release_pairs(page.blocks(), |block| last.push(block));
-                for block in last.into_iter().rev() {
+                for (number, loc) in entries {
+                    self.reverse
+                        .remove(&mut shared.chains, (order, number), loc);
+                }
+                self.pool.release_pairs(blocks, |block| last.push(block));
+                for block in last.drain(..).rev() {
                     self.release(shared, fence, block, &mut empty);
                 }
             }
         }
+        shared.unmapping = pages;
         count(&self.stats.freed_blocks, freed);
         if self.config.placement != Placement::Fifo {
-            empty.sort_unstable(); // neighbours go together
+            sort(&mut empty); // neighbours go together
         }
         self.pool.give(&empty);
+    }
+}
+
+/// Sorts blocks, each of which comes once: by a bitmap, where they lie all over a part of the pool
+/// that is not much larger than they are many.
+fn sort(blocks: &mut Vec<u32>) {
+    if blocks.is_sorted_by(|a, b| a > b) {
+        return blocks.reverse();
+    }
+    let (least, most) = blocks.iter().fold((u32::MAX, 0), |(least, most), &block| {
+        (least.min(block), most.max(block))
+    });
+    let first = least / 64;
+    let words = (most / 64).saturating_sub(first) as usize + 1;
+    if words > blocks.len() {
+        return blocks.sort_unstable();
+    }
+    let mut bits = vec![0u64; words];
+    for &block in &*blocks {
+        bits[(block / 64 - first) as usize] |= 1 << (block % 64);
+    }
+    blocks.clear();
+    for (word, at) in bits.into_iter().zip(first..) {
+        let mut left = word;
+        while left != 0 {
+            blocks.push(at * 64 + left.trailing_zeros());
+            left &= left - 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn blocks_come_out_in_order(
+            spread in 1u32..5000,
+            blocks in proptest::collection::hash_set(any::<u32>(), 0..300),
+        ) {
+            let blocks: std::collections::BTreeSet<u32> =
+                blocks.into_iter().map(|block| block % spread).collect();
+            let mut list: Vec<u32> = blocks.iter().copied().collect();
+            for turn in [0, 1, list.len() / 2] {
+                let turn = turn.min(list.len());
+                list.rotate_left(turn);
+                list.reverse();
+                super::sort(&mut list);
+                prop_assert!(list.iter().eq(&blocks));
+            }
+        }
     }
 }

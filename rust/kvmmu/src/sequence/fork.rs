@@ -19,9 +19,12 @@ impl Mmu {
             return Err(error);
         }
         let mut shared = self.shared();
-        let pages = || self.table.pages(parent.space, first, mapped);
-        let full = |block| self.pool.word(block).references() == MAX_REFERENCES;
-        if pages().any(|page| page.blocks().any(full)) {
+        let mut full = false;
+        self.table
+            .each_stretch(parent.space, first, mapped, |stretch| {
+                full |= self.pool.any_full(stretch.blocks());
+            });
+        if full {
             self.table.trim(child.space, first, mapped, true);
             self.give_slot(slot, child);
             let limit = u64::from(MAX_REFERENCES);
@@ -31,14 +34,15 @@ impl Mmu {
                 limit,
             });
         }
-        for page in pages() {
-            self.retain_range(&mut shared, page.blocks());
-            let loc = self
-                .table
-                .map(child.space, page.index, page.block, page.order);
-            self.reverse
-                .add(&mut shared.chains, (page.order, page.number()), loc);
-        }
+        self.table
+            .each_stretch(parent.space, first, mapped, |stretch| {
+                self.retain_range(&mut shared, stretch.blocks());
+                let loc = self.table.map_as(child.space, stretch);
+                let order = stretch.page.order;
+                for ((number, _), loc) in stretch.entries().zip(loc..) {
+                    self.reverse.add(&mut shared.chains, (order, number), loc);
+                }
+            });
         drop(shared);
         *child = Sequence {
             generation: child.generation,

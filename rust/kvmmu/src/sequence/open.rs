@@ -220,11 +220,13 @@ impl Mmu {
         drop(shared);
 
         self.map_private(sequence, start, &fresh, allowed);
-        let chunks = tokens
-            .chunks(self.config.block_size as usize)
-            .skip(matched.len());
-        for (&block, tokens) in fresh.iter().zip(chunks) {
-            self.tokens.store(block, 0, tokens);
+        if self.config.prefix_caching {
+            let chunks = tokens
+                .chunks(self.config.block_size as usize)
+                .skip(matched.len());
+            for (&block, tokens) in fresh.iter().zip(chunks) {
+                self.tokens.store(block, 0, tokens);
+            }
         }
         if let Some(&last) = fresh.last() {
             self.hold_behind(slot, last);

@@ -39,7 +39,7 @@ use crate::sync::{
     AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard,
     Serial, lock, try_lock, zeroed_u64,
 };
-use crate::table::Table;
+use crate::table::{Stretch, Table};
 
 use holds::Holds;
 pub(crate) use mapping::runs_behind;
@@ -79,6 +79,9 @@ pub(crate) struct Shared {
     cooling_order: VecDeque<(u64, u32)>,
     /// Fenced blocks and the step that each waits for.
     fenced: VecDeque<(u64, u32)>,
+    /// Empty between verbs: memory for the pages that one unmaps, which the system would map anew
+    /// each time.
+    pub(crate) unmapping: Vec<Stretch>,
 }
 
 impl Shared {
@@ -184,6 +187,7 @@ impl Mmu {
                 cooling: HashMap::default(),
                 cooling_order: VecDeque::new(),
                 fenced: VecDeque::new(),
+                unmapping: Vec::new(),
             }),
             steps: Mutex::new(Steps::new()),
             stats: Stats::default(),

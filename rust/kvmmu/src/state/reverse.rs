@@ -7,6 +7,7 @@
 //!  word of a page    0                  no entry
 //!                    loc + 1            exactly one: where it stands in the page table
 //!                    bit 31 | line      several: a chain of lines of up to 14 each
+//!                    bits 31, 30 | pair two, which never were more: a line would be 64 bytes
 //! ```
 //!
 //! The word of a page whose blocks are private is stored by its sequence alone; as soon as a block
@@ -19,6 +20,7 @@ use crate::table::Loc;
 
 const NONE: u32 = u32::MAX;
 const CHAIN: u32 = 1 << 31;
+const PAIR: u32 = 1 << 30;
 const LINE: usize = 14;
 /// Orders that there may be.
 pub(crate) const ORDERS: usize = 10;
@@ -36,6 +38,8 @@ struct Line {
 pub(crate) struct Chains {
     lines: Vec<Line>,
     free: Vec<u32>,
+    pairs: Vec<[Loc; 2]>,
+    free_pairs: Vec<u32>,
 }
 
 impl Chains {
@@ -56,6 +60,27 @@ impl Chains {
                 self.lines.len() as u32 - 1
             }
         }
+    }
+
+    /// The word of a page that these two map.
+    fn pair(&mut self, both: [Loc; 2]) -> u32 {
+        let at = match self.free_pairs.pop() {
+            Some(at) => {
+                self.pairs[at as usize] = both;
+                at
+            }
+            None => {
+                self.pairs.push(both);
+                self.pairs.len() as u32 - 1
+            }
+        };
+        CHAIN | PAIR | at
+    }
+
+    /// The pair that a word names, if it names one.
+    fn pair_of(&self, word: u32) -> Option<(u32, [Loc; 2])> {
+        let at = word & !(CHAIN | PAIR);
+        (word & (CHAIN | PAIR) == CHAIN | PAIR).then(|| (at, self.pairs[at as usize]))
     }
 
     fn each(&self, head: u32) -> impl Iterator<Item = Loc> + '_ {
@@ -114,10 +139,14 @@ impl Reverse {
             return self.store(page, loc + 1);
         }
         if word & CHAIN == 0 {
-            let head = chains.allocate(word - 1, NONE);
+            return self.store(page, chains.pair([word - 1, loc]));
+        }
+        if let Some((at, [first, second])) = chains.pair_of(word) {
+            chains.free_pairs.push(at);
+            let head = chains.allocate(first, NONE);
             let line = &mut chains.lines[head as usize];
-            line.locs[1] = loc;
-            line.len = 2;
+            line.locs[1..3].copy_from_slice(&[second, loc]);
+            line.len = 3;
             return self.store(page, CHAIN | head);
         }
         let head = word & !CHAIN;
@@ -136,6 +165,15 @@ impl Reverse {
         if word & CHAIN == 0 {
             assert_eq!(word, loc + 1, "page {page:?} is not mapped by {loc}");
             return self.store(page, 0);
+        }
+        if let Some((at, both)) = chains.pair_of(word) {
+            let kept = both
+                .iter()
+                .position(|&other| other == loc)
+                .map(|i| both[1 - i]);
+            let kept = kept.unwrap_or_else(|| panic!("page {page:?} is not mapped by {loc}"));
+            chains.free_pairs.push(at);
+            return self.store(page, kept + 1);
         }
         let head = word & !CHAIN;
         let mut at = head;
@@ -174,7 +212,10 @@ impl Reverse {
         match self.load(page) {
             0 => {}
             word if word & CHAIN == 0 => out.push(word - 1),
-            word => out.extend(chains.each(word & !CHAIN)),
+            word => match chains.pair_of(word) {
+                Some((_, both)) => out.extend(both),
+                None => out.extend(chains.each(word & !CHAIN)),
+            },
         }
     }
 

@@ -43,7 +43,7 @@ use crate::sync::{AtomicU64, Mutex, Ordering, lock, zeroed_u64};
 
 pub(crate) use pte::NODE_BITS;
 pub use pte::Pte;
-pub(crate) use walk::{Leaf, Page};
+pub(crate) use walk::{Leaf, Page, Stretch};
 
 const ROOT: u32 = 0;
 /// In the word of a node: its place in the tree, and its generation above that.

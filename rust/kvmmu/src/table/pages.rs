@@ -7,7 +7,7 @@
 //! above entries that are complete. Splitting and promoting change the size of pages, never the
 //! block of an entry.
 
-use super::{Loc, Pte, Space, Table};
+use super::{Loc, Pte, Space, Stretch, Table};
 use crate::sync::Ordering;
 
 impl<const FANOUT: u32> Table<FANOUT> {
@@ -28,6 +28,23 @@ impl<const FANOUT: u32> Table<FANOUT> {
             self.store(node, first + i, Pte::leaf(block + i, order));
         }
         Self::loc(node, first)
+    }
+
+    /// Maps what another space of the same offset maps, as it does; returns where the first entry
+    /// stands.
+    pub(crate) fn map_as(&self, space: Space, stretch: Stretch) -> Loc {
+        let Stretch { page, n } = stretch;
+        if page.order > 0 {
+            return self.map(space, page.index, page.block, page.order);
+        }
+        let at = space.virtual_of(page.index);
+        let first = Self::loc(self.load(space.node, at / FANOUT).node(), at % FANOUT);
+        let entries = &self.entries[first as usize..(first + n) as usize];
+        for (entry, block) in entries.iter().zip(page.block..) {
+            // Release: as in `store`.
+            entry.store(Pte::leaf(block, 0).0, Ordering::Release);
+        }
+        first
     }
 
     /// Maps single blocks from a logical block on. `placed` hears of each where its entry stands.

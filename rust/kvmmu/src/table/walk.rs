@@ -26,10 +26,29 @@ impl Page {
     pub(crate) fn number(self) -> u32 {
         self.block >> self.order
     }
+}
 
+/// Consecutive single blocks of a sequence that are consecutive physically and in the table as well;
+/// or one larger page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stretch {
+    /// The first page.
+    pub(crate) page: Page,
+    /// Pages.
+    pub(crate) n: u32,
+}
+
+impl Stretch {
     /// Its physical blocks.
     pub(crate) fn blocks(self) -> Range<u32> {
-        self.block..self.block + (1 << self.order)
+        self.page.block..self.page.block + (self.n << self.page.order)
+    }
+
+    /// Number of each page, and where its entry stands.
+    pub(crate) fn entries(self) -> impl DoubleEndedIterator<Item = (u32, Loc)> {
+        let Page { loc, .. } = self.page;
+        let number = self.page.number();
+        (0..self.n).map(move |i| (number + i, loc + i))
     }
 }
 
@@ -95,6 +114,59 @@ impl<const FANOUT: u32> Table<FANOUT> {
                 page
             })
         })
+    }
+
+    /// The same, single blocks as many at once as there can be. (Calls back: an iterator over
+    /// these is several times slower, as each passes through memory.)
+    #[inline(always)]
+    pub(crate) fn each_stretch(
+        &self,
+        space: Space,
+        from: u32,
+        to: u32,
+        mut visit: impl FnMut(Stretch),
+    ) {
+        let mut at = from;
+        while at < to {
+            let inside = space.virtual_of(at) % FANOUT;
+            let upper = self.load(space.node, space.virtual_of(at) / FANOUT);
+            if upper.is_leaf() {
+                let page = self.page(space, at);
+                at = page.index + FANOUT;
+                visit(Stretch { page, n: 1 });
+                continue;
+            }
+            let end = at + (FANOUT - inside).min(to - at);
+            let table = Self::loc(upper.node(), 0);
+            while at < end {
+                let loc = table + space.virtual_of(at) % FANOUT;
+                // Acquire, here and below: as in `load`.
+                let pte = Pte(self.entry(loc).load(Ordering::Acquire));
+                if pte.order() > 0 {
+                    let page = self.page(space, at);
+                    at = page.index + (1 << page.order);
+                    visit(Stretch { page, n: 1 });
+                    continue;
+                }
+                let block = pte.block();
+                let behind = &self.entries[loc as usize + 1..(loc + end - at) as usize];
+                let mut n = 1;
+                for entry in behind {
+                    if entry.load(Ordering::Acquire) != Pte::leaf(block + n, 0).0 {
+                        break;
+                    }
+                    n += 1;
+                }
+                let page = Page {
+                    index: at,
+                    block,
+                    order: 0,
+                    loc,
+                };
+                at += n;
+                visit(Stretch { page, n });
+            }
+        }
     }
 
     /// What maps `from..to`, all mapped, in order, each table visited once.
