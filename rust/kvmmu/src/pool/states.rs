@@ -186,8 +186,8 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     pub(crate) fn any_full(&self, blocks: Range<u32>) -> bool {
         let full = |block| self.word(block).references() == MAX_REFERENCES;
         let pairs = &self.words[blocks.start as usize / 2..blocks.end.div_ceil(2) as usize];
-        // Acquire: as in `word`. Whoever is far from it is seen to be at once.
-        let may_be = |or, pair: &AtomicU64| or | may_be_full(pair.load(Ordering::Acquire));
+        // Relaxed: under the same lock. Whoever is far from it is seen to be at once.
+        let may_be = |or, pair: &AtomicU64| or | may_be_full(pair.load(Ordering::Relaxed));
         pairs.iter().fold(0, may_be) != 0 && blocks.into_iter().any(full)
     }
 
