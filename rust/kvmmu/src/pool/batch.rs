@@ -42,7 +42,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             for length in LONG {
                 left -= self.fill(length, &partial, left, &mut runs);
             }
-            while left >= OPENS && self.whole_windows() > self.windows() / KEPT {
+            while left >= OPENS && self.has_spare_windows() {
                 let Some(run) = self.open_whole(&zone, left) else {
                     break;
                 };
@@ -92,7 +92,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             return Some(first);
         }
         for zone in self.zones(zone) {
-            if self.whole_windows() <= self.windows() / KEPT {
+            if !self.has_spare_windows() {
                 break;
             }
             let open = |window| {
@@ -173,14 +173,15 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
     }
 
-    /// Whole windows, as far as their counters tell: those that are nobody's home.
-    pub(crate) fn whole_windows(&self) -> u32 {
-        let mut whole = 0;
-        self.vacant.find_map(0..self.windows(), End::Low, |window| {
-            whole += u32::from(self.is_whole(window));
-            None::<()>
-        });
-        whole
+    /// Whether there are more whole windows than are kept, as far as their counters tell.
+    fn has_spare_windows(&self) -> bool {
+        let mut spare = self.windows() / KEPT + 1;
+        let look = |window| {
+            spare -= u32::from(self.is_whole(window));
+            (spare == 0).then_some(())
+        };
+        let found = self.vacant.find_map(0..self.windows(), End::Low, look);
+        found.is_some()
     }
 
     /// A look at a window of the vacant index, which learns if it is not whole any more.
