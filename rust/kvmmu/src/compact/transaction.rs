@@ -202,6 +202,8 @@ impl Mmu {
                 self.cool_elsewhere(shared, source, destination);
             } else {
                 shared.index.order().replace(source, destination);
+                let [from, to] = [source, destination].map(|block| block as usize / 512);
+                shared.used[to] = shared.used[to].max(shared.used[from]);
                 self.pool.set_evictable(destination, true);
             }
         }

@@ -8,6 +8,9 @@ use crate::prefix::Keys;
 use crate::state::{Mmu, NONE, Sequence, Shared, id, runs_behind};
 use crate::stats::count;
 
+/// Most windows that are kept whole at the cost of cached blocks.
+const MOST_KEPT: u32 = 8;
+
 /// How [`Mmu::open_with`] places a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Opening {
@@ -192,8 +195,8 @@ impl Mmu {
             self.retain_range(&mut shared, run);
         }
         if part.regions() > 0 {
-            // And as many more as no run may open: else single blocks would soon lie in each.
-            let kept = self.config.num_blocks / 512 / KEPT;
+            // And a few more, which no run may open: else single blocks would soon lie in each.
+            let kept = (self.config.num_blocks / 512 / KEPT).min(MOST_KEPT);
             self.make_windows(&mut shared, part.regions() + kept);
         }
         self.make_room(&mut shared, part);

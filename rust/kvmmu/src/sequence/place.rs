@@ -428,7 +428,7 @@ impl Mmu {
     // -- windows -----------------------------------------------------------------------------
 
     /// Sees to it that `n` windows are whole, as far as windows without live blocks make that
-    /// possible: those with the fewest cached blocks lose them.
+    /// possible: those that were used least lately lose their cached blocks.
     pub(super) fn make_windows(&self, shared: &mut Shared, n: u32) {
         if self.config.placement != Placement::AddressOrder {
             return;
@@ -443,7 +443,7 @@ impl Mmu {
         }
         let whole = idle.iter().filter(is_whole).count() as u32;
         idle.retain(|&(cached, _)| cached > 0);
-        idle.sort_unstable();
+        idle.sort_unstable_by_key(|&(_, window)| shared.used[window as usize]);
         for (_, window) in idle.into_iter().take(n.saturating_sub(whole) as usize) {
             let mut empty = Vec::new();
             for block in window * REGION..(window + 1) * REGION {
@@ -484,7 +484,8 @@ impl Mmu {
     }
 
     /// Sees to it that the end of a part, what lies behind its last region, finds room for one run
-    /// beside live blocks, so that it opens no window: cached blocks that are in the way go.
+    /// beside live blocks, so that it opens no window: cached blocks that are in the way go, in the
+    /// window that was used least lately.
     pub(super) fn make_room(&self, shared: &mut Shared, part: Part) {
         let end = part.at + part.n;
         let n = match part.regions() {
@@ -498,7 +499,8 @@ impl Mmu {
         if plain || none || self.config.placement != Placement::AddressOrder {
             return;
         }
-        let Some(run) = self.pool.available_run(wanted, 64) else {
+        let used = |window: u32| shared.used[window as usize];
+        let Some(run) = self.pool.available_run(wanted, used) else {
             return;
         };
         let mut empty = Vec::new();

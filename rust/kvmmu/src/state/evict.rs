@@ -161,6 +161,8 @@ impl Mmu {
     /// A cached block that no step can touch enters the order of eviction.
     pub(crate) fn enter_order(&self, shared: &mut Shared, block: u32) {
         shared.index.enter_order(block);
+        shared.clock += 1;
+        shared.used[(block / WINDOW) as usize] = shared.clock;
         self.pool
             .set_evictable(block, !self.pool.word(block).is_moving());
     }

@@ -77,6 +77,10 @@ pub(crate) struct Shared {
     /// Cached blocks that a step in flight may still read: not evictable before it has ended.
     cooling: HashMap<u32, u64>,
     cooling_order: VecDeque<(u64, u32)>,
+    /// Of each window: when a block of it last entered the order of eviction.
+    pub(crate) used: Vec<u64>,
+    /// Blocks that have entered the order of eviction.
+    pub(crate) clock: u64,
     /// Fenced blocks and the step that each waits for.
     fenced: VecDeque<(u64, u32)>,
     /// Empty between verbs: memory for the pages that one unmaps, which the system would map anew
@@ -186,6 +190,8 @@ impl Mmu {
                 awaited: HashMap::default(),
                 cooling: HashMap::default(),
                 cooling_order: VecDeque::new(),
+                used: vec![0; n.div_ceil(512) as usize],
+                clock: 0,
                 fenced: VecDeque::new(),
                 unmapping: Vec::new(),
             }),
