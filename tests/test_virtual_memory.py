@@ -757,3 +757,22 @@ def test_a_reused_row_keeps_nothing_of_a_longer_sequence_with_a_released_front()
     assert row[:2].tolist() == pool.blocks(second)
     assert (row[2:] == null).all()
     pool.check()
+
+
+def test_a_step_that_is_cancelled_leaves_a_block_behind_a_released_front() -> None:
+    """The last settled block stays: what a step in flight has added may be taken back."""
+    pool = mixed(16, block_size=4, prefix_caching=False, hold_blocks=0)
+    sequence = pool.alloc(12)
+    step = pool.mmu.begin_step()
+    pool.mmu.prepare(
+        step,
+        np.array([sequence], np.int64),
+        pool.tables,
+        query_lens=np.array([1], np.int32),
+        new_tokens=ints(1, 2),
+    )
+    assert pool.mmu.release_before(sequence, 12) == 2
+    pool.mmu.cancel(step)
+    pool.mmu.end_step(step)
+    pool.mmu.validate(pool.tables)
+    assert pool.mmu.info(sequence).num_blocks == 3

@@ -176,8 +176,8 @@ class MMU:
         only so far; returns how many. Their places in rows name the null block from then on.
 
         Acts as far as tokens are settled (written by steps that are over), so it may be called with
-        any token up to the length; what stays is released by a later call. The last block stays, and
-        one more while the next block is to be published behind it.
+        any token up to the length; what stays is released by a later call. The last settled block
+        stays, and one more while the next block is to be published behind it.
         """
     def look(self, sequence: int, block: int) -> int | None:
         """Physical block of a logical block, without any lock: None when it is not mapped (or the

@@ -55,7 +55,9 @@ class Options:
         hold_blocks: empty blocks kept behind a sequence to grow into, at most.
         eviction: ``"lru"`` or ``"lfu"``.
         page_aware: whether, of the oldest tenth, blocks in windows with few live ones go first.
-        one_at_a_time: each request alone, without a clock; see :mod:`.alone`.
+        one_at_a_time: each request alone, without a clock; see :mod:`.alone`. It asks what a cache
+            of this size finds, so blocks are single ones, and the oldest go first: page sizes,
+            holds and ``page_aware`` count for nothing.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.
 
@@ -91,6 +93,10 @@ class Options:
         if 0 not in self.page_orders or not all(0 <= order <= 9 for order in self.page_orders):
             given = ",".join(map(str, self.page_orders))
             raise InvalidConfig(f"--page-orders: {given} given, allowed: 0 to 9, 0 among them")
+        if self.one_at_a_time:
+            plain = {"page_orders": (0,), "hold_blocks": 0, "page_aware": False}
+            for name, value in plain.items():
+                object.__setattr__(self, name, value)
         if self.sabotage is not None:
             object.__setattr__(self, "verify", True)
 

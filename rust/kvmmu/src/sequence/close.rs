@@ -95,8 +95,8 @@ impl Mmu {
     /// places in rows name the null block from then on, and prompts still find them while they are
     /// cached. Returns how many were released.
     ///
-    /// Acts as far as tokens are settled; the last block stays, and one more if the next block is
-    /// still to be published behind it.
+    /// Acts as far as tokens are settled; the last settled block stays, and one more if the next block
+    /// is still to be published behind it.
     pub fn release_before(&self, id: i64, token: u32) -> Result<u32> {
         let _gate = self.enter();
         let (slot, mut sequence) = self.sequence(id)?;
@@ -108,7 +108,9 @@ impl Mmu {
         }
         let size = self.config.block_size;
         let mapped = self.blocks_for(sequence.tokens);
-        let mut to = (token.min(sequence.written) / size).min(mapped.saturating_sub(1));
+        // A step in flight may be cancelled: then what is written is all that is left.
+        let settled = self.blocks_for(sequence.written);
+        let mut to = (token.min(sequence.written) / size).min(settled.saturating_sub(1));
         if self.config.prefix_caching && sequence.published == sequence.written / size {
             to = to.min(sequence.published.saturating_sub(1));
         }
