@@ -776,3 +776,43 @@ def test_a_step_that_is_cancelled_leaves_a_block_behind_a_released_front() -> No
     pool.mmu.end_step(step)
     pool.mmu.validate(pool.tables)
     assert pool.mmu.info(sequence).num_blocks == 3
+
+
+def test_a_block_number_that_no_space_has_is_found_nowhere() -> None:
+    """Also where the space is shifted against its pages."""
+    pool = mixed(64, page_orders=(0, 2), medium_from=0)
+    pool.free(pool.alloc(list(range(3))))
+    sequence = pool.open([0, 1, 2, *range(100, 120)])
+    for block in (23, 2**18, 2**31, 2**32 - 1):
+        assert pool.mmu.look(sequence, block) is None
+    pool.mmu.validate()
+
+
+def test_a_truncation_empties_a_later_step_and_an_earlier_one_is_cancelled() -> None:
+    """What a step had scheduled of a sequence was taken back: its other rows are settled all the same."""
+    pool = mixed(16, hold_blocks=0)
+    one, other = pool.open(3), pool.open(2)
+    early, late = pool.mmu.begin_step(), pool.mmu.begin_step()
+    pool.mmu.prepare(early, np.array([one], np.int64), pool.tables)
+    pool.mmu.prepare(late, np.array([one, other], np.int64), pool.tables)
+    pool.mmu.truncate(one, 1)
+    pool.mmu.cancel(early)
+    pool.mmu.validate()
+    pool.mmu.written(late)
+    pool.mmu.end_step(early)
+    pool.mmu.end_step(late)
+    pool.mmu.validate()
+    assert pool.mmu.info(other).num_written == 1
+
+
+def test_lengths_that_somebody_else_wrote_are_named() -> None:
+    pool = mixed(32)
+    sequence = pool.alloc(9)
+    pool.mmu.export(np.array([sequence], np.int64), pool.tables)
+    out = [np.zeros(40, np.int32) for _ in range(3)]
+    for wrong in (-1, 10, 2**31 - 1):
+        pool.tables.seq_lens[0] = wrong
+        with pytest.raises(InvalidConfig, match=f"seq_lens says {wrong} for row 0"):
+            pool.tables.csr(*out)
+    pool.tables.seq_lens[0] = 9
+    assert pool.tables.csr(*out) == 9

@@ -385,7 +385,9 @@ impl Mmu {
         let mut entries: HashMap<i64, Vec<(u32, u32)>> = HashMap::new();
         for entry in steps.entries() {
             let of = entries.entry(id(entry.generation, entry.slot)).or_default();
-            of.push((entry.from, entry.to));
+            if entry.from < entry.to {
+                of.push((entry.from, entry.to)); // (else a truncation has taken it back)
+            }
         }
         for (slot, cell) in self.used_slots() {
             let seq = lock(cell);

@@ -22,6 +22,8 @@ use crate::stats::count;
 use crate::sync::MutexGuard;
 
 const REGION: u32 = 512;
+/// How often a claim breaks holds before it is refused.
+const HOLDS_AGAIN: u32 = 8;
 
 /// Blocks that a call may claim.
 #[derive(Debug, Default)]
@@ -112,8 +114,12 @@ impl Mmu {
     ) -> Result<Reserved> {
         let evictable = self.pool.num_evictable() - protected;
         let mut reserved = self.pool.reserve_up_to(needed);
-        let missing = (needed - reserved).saturating_sub(evictable);
-        if missing > 0 && missing <= self.holds.total() {
+        // Again if others were faster: they may keep what came of it for themselves.
+        for _ in 0..HOLDS_AGAIN {
+            let missing = (needed - reserved).saturating_sub(evictable);
+            if missing == 0 || missing > self.holds.total() {
+                break;
+            }
             self.break_holds(missing);
             reserved += self.pool.reserve_up_to(needed - reserved);
         }

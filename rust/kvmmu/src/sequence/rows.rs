@@ -428,6 +428,7 @@ impl Rows {
         indices: &mut [i32],
         last_page_len: &mut [i32],
     ) -> Result<usize> {
+        self.check_lengths(buffers)?;
         let rows = self.num_rows;
         let lens = &buffers.seq_lens[..rows];
         let entries = |len: i32| self.format.entries(len as u32) as usize;
@@ -462,6 +463,21 @@ impl Rows {
         tokens - entries.saturating_sub(1) as i32 * self.format.tokens as i32
     }
 
+    /// Refuses lengths that are not those which the rows were given.
+    fn check_lengths(&self, buffers: &RowBuffers<'_>) -> Result<()> {
+        let rows = self.held[..self.num_rows].iter().zip(&*buffers.seq_lens);
+        match rows
+            .enumerate()
+            .find(|(_, (held, len))| held.tokens != **len)
+        {
+            None => Ok(()),
+            Some((row, (held, len))) => Err(Error::InvalidConfig(format!(
+                "seq_lens says {len} for row {row}, which was given {}: somebody else wrote it",
+                held.tokens
+            ))),
+        }
+    }
+
     /// Rows, and the entries of one that are full of tokens which came before the step's own; an
     /// error where the row starts are not those of the rows.
     pub(super) fn before_step(
@@ -474,7 +490,19 @@ impl Rows {
                     .into(),
             ));
         }
+        self.check_lengths(buffers)?;
         let (lens, starts) = (&*buffers.seq_lens, &*buffers.query_start_loc);
+        for row in 0..self.num_rows {
+            let query = starts[row + 1].checked_sub(starts[row]);
+            if !query.is_some_and(|query| (0..=lens[row]).contains(&query)) {
+                return Err(Error::InvalidConfig(format!(
+                    "query_start_loc says {} to {} for row {row} of {} tokens: somebody else wrote it",
+                    starts[row],
+                    starts[row + 1],
+                    lens[row]
+                )));
+            }
+        }
         let size = self.format.tokens;
         let full = move |row: usize| {
             let before = lens[row] - (starts[row + 1] - starts[row]);

@@ -376,7 +376,9 @@ mod tests {
         }
         assert_eq!(table.space(513), None);
         assert_eq!(table.look(513, 0), None);
-        assert_eq!(table.look(0, 512 * 512), None);
+        for beyond in [512 * 512, u32::MAX] {
+            assert!(slots.iter().all(|&slot| table.look(slot, beyond).is_none()));
+        }
     }
 
     #[test]

@@ -231,7 +231,9 @@ impl<const FANOUT: u32> Table<FANOUT> {
             if !space.is_present() {
                 return None;
             }
-            let at = index + space.offset();
+            let Some(at) = index.checked_add(space.offset()) else {
+                return None;
+            };
             if at >= FANOUT * FANOUT {
                 return None;
             }
