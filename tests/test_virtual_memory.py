@@ -789,7 +789,7 @@ def test_a_block_number_that_no_space_has_is_found_nowhere() -> None:
 
 
 def test_a_truncation_empties_a_later_step_and_an_earlier_one_is_cancelled() -> None:
-    """What a step had scheduled of a sequence was taken back: its other rows are settled all the same."""
+    """What a step had scheduled of one sequence was taken back: its other rows are settled."""
     pool = mixed(16, hold_blocks=0)
     one, other = pool.open(3), pool.open(2)
     early, late = pool.mmu.begin_step(), pool.mmu.begin_step()

@@ -231,9 +231,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
             if !space.is_present() {
                 return None;
             }
-            let Some(at) = index.checked_add(space.offset()) else {
-                return None;
-            };
+            let at = index.checked_add(space.offset())?;
             if at >= FANOUT * FANOUT {
                 return None;
             }
