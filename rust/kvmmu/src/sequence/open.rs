@@ -190,6 +190,12 @@ impl Mmu {
         }
         self.table.reserve(slot, space, 0, blocks, true)?;
 
+        // Should it fail, what waits for a step now waits for it again.
+        let waits = |&block: &u32| shared.cools_for(block);
+        let waiting: Vec<Option<u64>> = match strict {
+            true => matched.iter().map(waits).collect(),
+            false => Vec::new(),
+        };
         // Referenced before anything is evicted for it.
         for run in runs(&matched) {
             self.retain_range(&mut shared, run);
@@ -211,8 +217,11 @@ impl Mmu {
         });
         if let Err(error) = placed {
             let mut empty = Vec::new();
-            for &block in matched.iter().rev() {
-                self.release(&mut shared, None, block, &mut empty);
+            let fence = self.steps().fence();
+            for (index, &block) in matched.iter().enumerate().rev() {
+                // (One that was not asked for a shape lost a race: all wait for the newest step.)
+                let fence = waiting.get(index).copied().unwrap_or(fence);
+                self.release(&mut shared, fence, block, &mut empty);
             }
             debug_assert!(empty.is_empty(), "matched blocks are published");
             self.table.trim(space, 0, blocks, true);

@@ -106,6 +106,11 @@ impl Shared {
         fenced.chain(self.cooling.iter().map(|(&block, &step)| (block, step)))
     }
 
+    /// The step that a cached block waits for before it may be evicted.
+    pub(crate) fn cools_for(&self, block: u32) -> Option<u64> {
+        self.cooling.get(&block).copied()
+    }
+
     /// Whether a cached block waits for a step before it may be evicted.
     pub(crate) fn is_cooling(&self, block: u32) -> bool {
         self.cooling.contains_key(&block)
