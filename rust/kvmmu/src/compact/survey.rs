@@ -113,10 +113,9 @@ impl Mmu {
         let _rest = self.rest();
         let n = self.config.span();
         // Held blocks are empty: whoever needs them gets them.
-        let held = self.holds.largest();
+        let held = self.holds.blocks();
         let with_held = |mut bits: Vec<u64>| {
-            let blocks = held.iter().flat_map(|(range, _)| range.clone());
-            blocks.for_each(|block| set(&mut bits, block, true));
+            held.iter().for_each(|&block| set(&mut bits, block, true));
             bits
         };
         let mut measure = Measure {
@@ -242,9 +241,8 @@ impl Mmu {
         self.remove_huge(&mut movable);
         // What is held can be had as what is cached can, and goes last of all.
         let mut cached = self.pool.evictable_bits();
-        let held = self.holds.largest();
-        let held = held.iter().flat_map(|(range, _)| range.clone());
-        held.clone().for_each(|block| set(&mut cached, block, true));
+        let held = self.holds.blocks();
+        held.iter().for_each(|&block| set(&mut cached, block, true));
         // Fenced blocks will be empty when their steps have ended: else the run that a pass has just
         // emptied would look occupied to the next pass.
         let mut soon = vec![0; cached.len()];

@@ -201,10 +201,7 @@ impl Mmu {
             if shared.is_cooling(source) {
                 self.cool_elsewhere(shared, source, destination);
             } else {
-                shared.index.order().replace(source, destination);
-                let [from, to] = [source, destination].map(|block| block as usize / 512);
-                shared.used[to] = shared.used[to].max(shared.used[from]);
-                self.pool.set_evictable(destination, true);
+                self.move_in_order(shared, source, destination);
             }
         }
         self.refresh_stuck(shared, destination);

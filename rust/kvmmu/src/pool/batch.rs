@@ -66,27 +66,19 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         zone: Zone,
     ) -> Option<u32> {
         let fits = |first: u32| first + (at.wrapping_sub(first) & (align - 1));
+        let take = |run: u32| {
+            let first = fits(run);
+            self.take_range(first..first + n).then_some(first)
+        };
         let room = |spare: u32| {
             let wanted = n + spare + align - 1;
-            for zone in self.zones(zone) {
-                let partial = self.partial(&zone);
-                let found = match self.small_from {
-                    End::High if wanted <= Self::WINDOW => {
-                        self.room_from_above(wanted, partial, &|run| {
-                            let first = fits(run);
-                            self.take_range(first..first + n).then_some(first)
-                        })
-                    }
-                    _ => self.room_from_below(wanted, partial, &|run| {
-                        let first = fits(run);
-                        self.take_range(first..first + n).then_some(first)
-                    }),
-                };
-                if found.is_some() {
-                    return found;
+            let search = |zone: Range<u32>| match self.small_from {
+                End::High if wanted <= Self::WINDOW => {
+                    self.room_from_above(wanted, self.partial(&zone), &take)
                 }
-            }
-            None
+                _ => self.room_from_below(wanted, self.partial(&zone), &take),
+            };
+            self.zones(zone).into_iter().find_map(search)
         };
         if let Some(first) = room(spare) {
             return Some(first);

@@ -76,9 +76,7 @@ impl Mmu {
         if from > sequence.first {
             self.cut_before(shared, slot, sequence, from);
         }
-        let mut pages = std::mem::take(&mut shared.unmapping);
-        self.table
-            .each_stretch(sequence.space, from, mapped, |stretch| pages.push(stretch));
+        let pages = self.stretches(shared, sequence, from, mapped);
         let last = if from > sequence.first {
             self.table.block(sequence.space, from - 1)
         } else {
@@ -120,9 +118,7 @@ impl Mmu {
         }
         let mut shared = self.shared();
         self.cut_before(&mut shared, slot, &mut sequence, to);
-        let mut pages = std::mem::take(&mut shared.unmapping);
-        self.table
-            .each_stretch(sequence.space, first, to, |stretch| pages.push(stretch));
+        let pages = self.stretches(&mut shared, &sequence, first, to);
         self.forget(&mut sequence, NONE, &pages);
         let next = self.table.block(sequence.space, to);
         let before = self.table.block(sequence.space, to - 1);
@@ -134,6 +130,20 @@ impl Mmu {
         self.release_pages(&mut shared, pages);
         count(&self.stats.released_before, (to - first) as usize);
         Ok(to - first)
+    }
+
+    /// What maps `from..to` now, for [`Mmu::release_pages`].
+    fn stretches(
+        &self,
+        shared: &mut Shared,
+        sequence: &Sequence,
+        from: u32,
+        to: u32,
+    ) -> Vec<Stretch> {
+        let mut pages = std::mem::take(&mut shared.unmapping);
+        self.table
+            .each_stretch(sequence.space, from, to, |stretch| pages.push(stretch));
+        pages
     }
 
     /// A sequence no longer counts pages and their runs, the first of them behind block `before`.

@@ -1,6 +1,6 @@
 //! `open`: a new sequence for a prompt, all of its blocks at once. And the questions before it.
 
-use super::place::Part;
+use super::place::{Part, REGION, is_huge_page};
 use crate::config::PageOrders;
 use crate::error::{Error, Result};
 use crate::pool::{KEPT, Zone};
@@ -177,7 +177,7 @@ impl Mmu {
             zone: opening.zone,
             contiguous: match start {
                 // The first huge page is such a run.
-                0 if opening.require_huge && contiguous <= 512 && blocks >= 512 => 0,
+                0 if opening.require_huge && contiguous <= REGION && blocks >= REGION => 0,
                 0 => contiguous,
                 _ => 0,
             },
@@ -202,7 +202,7 @@ impl Mmu {
         }
         if part.regions() > 0 {
             // And a few more, which no run may open: else single blocks would soon lie in each.
-            let kept = (self.config.num_blocks / 512 / KEPT).min(MOST_KEPT);
+            let kept = (self.config.num_blocks / REGION / KEPT).min(MOST_KEPT);
             self.make_windows(&mut shared, part.regions() + kept);
         }
         self.make_room(&mut shared, part);
@@ -264,7 +264,7 @@ impl Mmu {
         if part.huge && regions > 0 {
             let idle = self.pool.idle_windows().len() as u32 + self.windows_of_holds();
             if part.orders >> 9 & 1 == 0 || idle < regions {
-                return Err(self.pool.refusal(regions * 512));
+                return Err(self.pool.refusal(regions * REGION));
             }
         }
         Ok(())
@@ -369,6 +369,6 @@ fn runs(blocks: &[u32]) -> impl Iterator<Item = std::ops::Range<u32>> + '_ {
 
 /// How many of the first blocks are whole huge pages.
 fn whole_pages(blocks: &[u32]) -> usize {
-    let whole = |page: &&[u32]| page[0].is_multiple_of(512) && runs_behind(NONE, page) == 1;
-    512 * blocks.chunks_exact(512).take_while(whole).count()
+    let pages = blocks.chunks_exact(REGION as usize);
+    REGION as usize * pages.take_while(|page| is_huge_page(page)).count()
 }

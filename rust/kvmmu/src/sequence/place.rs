@@ -16,12 +16,13 @@ use std::ops::Range;
 
 use crate::config::PageOrders;
 use crate::error::{Error, Result};
-use crate::pool::{Fit, Placement, Zone};
+use crate::pool::{Fit, Placement, WINDOW, Zone};
 use crate::state::{Mmu, NONE, Shared, runs_behind};
 use crate::stats::count;
 use crate::sync::MutexGuard;
 
-const REGION: u32 = 512;
+/// Blocks of a region: what one huge page can map.
+pub(super) const REGION: u32 = WINDOW;
 /// How often a claim breaks holds before it is refused.
 const HOLDS_AGAIN: u32 = 8;
 
@@ -75,9 +76,14 @@ impl Part {
     /// Whether blocks for the part give each complete region a huge page.
     fn is_huge(&self, blocks: &[u32]) -> bool {
         let before = (self.at.next_multiple_of(REGION) - self.at).min(self.n) as usize;
-        let whole = |page: &[u32]| page[0].is_multiple_of(REGION) && runs_behind(NONE, page) == 1;
-        blocks[before..].chunks_exact(REGION as usize).all(whole)
+        let mut pages = blocks[before..].chunks_exact(REGION as usize);
+        pages.all(is_huge_page)
     }
+}
+
+/// Whether 512 blocks are a huge page.
+pub(super) fn is_huge_page(blocks: &[u32]) -> bool {
+    blocks[0].is_multiple_of(REGION) && runs_behind(NONE, blocks) == 1
 }
 
 /// A huge page is missing, or a run: what was asked for is not to be had.
@@ -254,9 +260,7 @@ impl Mmu {
             });
             match first {
                 Some(first) => {
-                    claim.reserved -= n;
-                    count(&self.stats.claimed_blocks, n as usize);
-                    out.extend(first..first + n);
+                    self.took(claim, first..first + n, out);
                     at += n;
                 }
                 None if strict => return Err(Missing { run: n }),
@@ -311,16 +315,24 @@ impl Mmu {
         }
         let place = (align, part.start & (align - 1));
         match self.pool.take_tail(n, spare, place, zone) {
-            Some(first) => {
-                claim.reserved -= n;
-                count(&self.stats.claimed_blocks, n as usize);
-                out.extend(first..first + n);
-            }
+            Some(first) => self.took(claim, first..first + n, out),
             None => self.take_any(claim, n, (zone, Fit::Together), out),
         }
     }
 
+    /// Blocks were claimed of what is reserved.
+    fn took(&self, claim: &mut Claim, run: Range<u32>, out: &mut Vec<u32>) {
+        claim.reserved -= run.len() as u32;
+        count(&self.stats.claimed_blocks, run.len());
+        out.extend(run);
+    }
+
     // -- holds -------------------------------------------------------------------------------
+
+    /// Single blocks without holds: they are served as they come, and the cache loses the oldest.
+    pub(super) fn is_plain(&self) -> bool {
+        self.config.page_orders == PageOrders::SINGLE && !self.has_holds()
+    }
 
     pub(super) fn has_holds(&self) -> bool {
         self.config.hold_blocks > 0 && self.config.placement == Placement::AddressOrder
@@ -329,9 +341,7 @@ impl Mmu {
     /// Up to `n` blocks that follow `last` directly: out of the hold, or because they are empty.
     pub(super) fn grow_in_place(&self, slot: u32, last: u32, n: u32, out: &mut Vec<u32>) {
         let held = self.holds.take(slot, last, n);
-        for block in held.clone() {
-            self.pool.set_stuck(block, false);
-        }
+        self.pool.unstick(held.clone());
         let mut rest = n - held.len() as u32;
         let last = if held.is_empty() { last } else { held.end - 1 };
         out.extend(held);
@@ -412,9 +422,7 @@ impl Mmu {
     /// A sequence gives up its hold. Returns how many blocks are empty for anybody now.
     pub(crate) fn drop_hold(&self, slot: u32) -> u32 {
         let held = self.holds.clear(slot);
-        for block in held.clone() {
-            self.pool.set_stuck(block, false);
-        }
+        self.pool.unstick(held.clone());
         self.pool.give(&held.clone().collect::<Vec<_>>());
         held.len() as u32
     }
@@ -451,15 +459,20 @@ impl Mmu {
         idle.retain(|&(cached, _)| cached > 0);
         idle.sort_unstable_by_key(|&(_, window)| shared.used[window as usize]);
         for (_, window) in idle.into_iter().take(n.saturating_sub(whole) as usize) {
-            let mut empty = Vec::new();
-            for block in window * REGION..(window + 1) * REGION {
-                if self.pool.is_evictable(block) {
-                    self.evict_block(shared, block, &mut empty);
-                    empty.push(block);
-                }
-            }
-            self.pool.give(&empty);
+            self.evict_among(shared, window * REGION..(window + 1) * REGION);
         }
+    }
+
+    /// Empties the evictable blocks of a range.
+    fn evict_among(&self, shared: &mut Shared, blocks: Range<u32>) {
+        let mut empty = Vec::new();
+        for block in blocks {
+            if self.pool.is_evictable(block) {
+                self.evict_block(shared, block, &mut empty);
+                empty.push(block);
+            }
+        }
+        self.pool.give(&empty);
     }
 
     /// Of each window with holds: blocks of them, and the slots that have them.
@@ -499,24 +512,14 @@ impl Mmu {
             _ => end % REGION,
         };
         let wanted = n + self.config.hold_blocks + (1 << self.config.page_orders.alignment()) - 1;
-        // Single blocks without holds are served as they come, and the cache loses the oldest.
-        let plain = self.config.page_orders == PageOrders::SINGLE && !self.has_holds();
         let none = n == 0 || wanted > REGION || self.pool.num_evictable() == 0;
-        if plain || none || self.config.placement != Placement::AddressOrder {
+        if self.is_plain() || none || self.config.placement != Placement::AddressOrder {
             return;
         }
         let used = |window: u32| shared.used[window as usize];
-        let Some(run) = self.pool.available_run(wanted, used) else {
-            return;
-        };
-        let mut empty = Vec::new();
-        for block in run {
-            if self.pool.is_evictable(block) {
-                self.evict_block(shared, block, &mut empty);
-                empty.push(block);
-            }
+        if let Some(run) = self.pool.available_run(wanted, used) {
+            self.evict_among(shared, run);
         }
-        self.pool.give(&empty);
     }
 
     /// Breaks the holds of windows in which nothing else lies that is not cached. Returns whether

@@ -11,8 +11,7 @@
 
 use std::collections::HashMap;
 
-use super::place::{Claim, Part};
-use crate::config::PageOrders;
+use super::place::{Claim, Part, REGION};
 use crate::error::Error;
 use crate::pool::{Fit, Word, Zone};
 use crate::state::{Mmu, NONE, Sequence, Shared};
@@ -56,11 +55,11 @@ impl Mmu {
         let mut holders: HashMap<u32, u32> = HashMap::new();
         for row in rows {
             let mapped = self.blocks_for(row.sequence.tokens);
-            let growth = self.blocks_for(row.tokens_after) - mapped;
+            let growth = self.growth(row);
             if growth > 0 && mapped > 0 && self.has_holds() {
-                // As far as the region of 512 goes: behind its border a huge page may begin.
+                // As far as the region goes: behind its border a huge page may begin.
                 let at = row.sequence.space.virtual_of(mapped);
-                let here = growth.min(at.next_multiple_of(512) - at);
+                let here = growth.min(at.next_multiple_of(REGION) - at);
                 self.grow_in_place(row.slot, row.sequence.last, here, &mut row.fresh);
             }
             needed.growth += growth - row.fresh.len() as u32;
@@ -128,8 +127,7 @@ impl Mmu {
         if needed.growth == 0 {
             return copies;
         }
-        let plain = self.config.page_orders == PageOrders::SINGLE && !self.has_holds();
-        if plain {
+        if self.is_plain() {
             // Decoding takes a block here and there; a long prompt's part takes many at once.
             let fit = match needed.growth as usize > rows.len() {
                 true => Fit::Together,

@@ -167,6 +167,14 @@ impl Mmu {
             .set_evictable(block, !self.pool.word(block).is_moving());
     }
 
+    /// A block of the order of eviction has moved: it keeps its place there.
+    pub(crate) fn move_in_order(&self, shared: &mut Shared, old: u32, new: u32) {
+        shared.index.order().replace(old, new);
+        let [from, to] = [old, new].map(|block| (block / WINDOW) as usize);
+        shared.used[to] = shared.used[to].max(shared.used[from]);
+        self.pool.set_evictable(new, true);
+    }
+
     /// A cached block is taken out of the order of eviction (its word still says cached).
     pub(crate) fn leave_cache(&self, shared: &mut Shared, block: u32) {
         if !self.stop_cooling(shared, block) {

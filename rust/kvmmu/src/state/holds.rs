@@ -112,6 +112,12 @@ impl Holds {
         (0..self.words.len() as u32).find(|&slot| self.of(slot).contains(&block))
     }
 
+    /// All blocks that are held now, those of the largest holds first.
+    pub(crate) fn blocks(&self) -> Vec<u32> {
+        let largest = self.largest().into_iter();
+        largest.flat_map(|(range, _)| range).collect()
+    }
+
     /// All holds that there are now: (blocks, slot), the largest first.
     pub(crate) fn largest(&self) -> Vec<(Range<u32>, u32)> {
         let all = (0..self.words.len() as u32).map(|slot| (self.of(slot), slot));

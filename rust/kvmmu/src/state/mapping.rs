@@ -98,7 +98,7 @@ impl Mmu {
         self.table.map_each(sequence.space, from, blocks, placed);
     }
 
-    /// Cuts pages of a sequence until one begins at a logical block (or nothing is mapped there).
+    /// Cuts pages of a sequence until one begins at a logical block that is mapped.
     pub(crate) fn cut_before(
         &self,
         shared: &mut Shared,
@@ -106,26 +106,26 @@ impl Mmu {
         sequence: &mut Sequence,
         index: u32,
     ) {
-        loop {
-            let page = self.table.page(sequence.space, index);
-            if page.index == index {
-                return;
-            }
-            self.split(shared, slot, sequence, page);
-        }
+        self.cut_until(shared, slot, sequence, index, |page| page.index == index);
     }
 
     /// Cuts pages of a sequence until a logical block is a page of its own.
-    pub(crate) fn cut_out(
+    fn cut_out(&self, shared: &mut Shared, slot: u32, sequence: &mut Sequence, index: u32) {
+        self.cut_until(shared, slot, sequence, index, |page| page.order == 0);
+    }
+
+    /// Cuts the page that a logical block lies in until it is as wanted.
+    fn cut_until(
         &self,
         shared: &mut Shared,
         slot: u32,
         sequence: &mut Sequence,
         index: u32,
+        wanted: impl Fn(&Page) -> bool,
     ) {
         loop {
             let page = self.table.page(sequence.space, index);
-            if page.order == 0 {
+            if wanted(&page) {
                 return;
             }
             self.split(shared, slot, sequence, page);
