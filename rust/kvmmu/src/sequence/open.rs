@@ -206,6 +206,9 @@ impl Mmu {
             self.make_windows(&mut shared, part.regions() + kept);
         }
         self.make_room(&mut shared, part);
+        if self.config.guarantee.is_some() {
+            self.make_held_room(&mut shared, part.n - part.regions() * REGION);
+        }
         let mut fresh = Vec::with_capacity(part.n as usize);
         let placed = self.reserve(&shared, part.n, 0).and_then(|reserved| {
             let mut claim = self.complete(reserved, Some(&mut shared));

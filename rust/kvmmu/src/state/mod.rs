@@ -57,6 +57,17 @@ pub(crate) struct Move {
     pub(crate) dropped: bool,
 }
 
+/// A window that is being filled with a region of a sequence, by moves.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Filling {
+    pub(crate) slot: u32,
+    pub(crate) generation: u64,
+    /// Of its virtual blocks.
+    pub(crate) region: u32,
+    /// First block of the window.
+    pub(crate) window: u32,
+}
+
 /// What the shared lock guards.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -86,6 +97,10 @@ pub(crate) struct Shared {
     /// Empty between verbs: memory for the pages that one unmaps, which the system would map anew
     /// each time.
     pub(crate) unmapping: Vec<Stretch>,
+    /// What compaction fills; the hold behind the last slot says how far.
+    pub(crate) filling: Option<Filling>,
+    /// The slot at which compaction goes on to look for sequences in many runs.
+    pub(crate) cursor: u32,
 }
 
 impl Shared {
@@ -150,6 +165,8 @@ pub struct Mmu {
     pub(crate) stats: Stats,
     /// 1 while the default trigger of compaction is on.
     pub(crate) compacting: AtomicU32,
+    /// 1 while its trigger by ratio is.
+    pub(crate) compacting_by_ratio: AtomicU32,
 }
 
 impl Mmu {
@@ -173,7 +190,7 @@ impl Mmu {
             pool: Pool::build(n, reserved, config.placement, small_from, config.anchor)?,
             table: Table::new(config.table_nodes)?,
             reverse: Reverse::new(n, config.page_orders.bits())?,
-            holds: Holds::new(config.max_sequences)?,
+            holds: Holds::new(config.max_sequences + 1)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,
             slots,
             generations: zeroed_u64(config.max_sequences as usize)?,
@@ -199,10 +216,13 @@ impl Mmu {
                 clock: 0,
                 fenced: VecDeque::new(),
                 unmapping: Vec::new(),
+                filling: None,
+                cursor: 0,
             }),
             steps: Mutex::new(Steps::new()),
             stats: Stats::default(),
             compacting: AtomicU32::new(0),
+            compacting_by_ratio: AtomicU32::new(0),
             config,
         })
     }
