@@ -26,7 +26,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,15 +46,16 @@ except ImportError as error:  # pragma: no cover - tested in an environment with
 from ._core import MMU, BlockTables
 from .bound import Bound
 from .buffers import Buffers, Csr, Entries, Rotation
-from .compaction import compact
+from .compaction import run_plan
 from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
+from .pace import Pace
 from .storage import Storage
 from .transfer import block_runs, byte_ranges
 
 if TYPE_CHECKING:
-    from ._core import Moves
+    from ._core import Moves, Plan
     from .cuda.executor import Copying, CUDAMover
     from .cuda.side import DeviceSide
     from .cuda.streams import Streams
@@ -64,6 +65,9 @@ __all__ = ["Batch", "Event", "KVCache", "Sequence", "Step"]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 _log = logging.getLogger("kvmmu")
+_DEVICE_BUDGET_US = 200.0
+_DEVICE_BYTES_PER_US = 1e6
+"""1 TB/s: what a copy on a device is taken to do before anybody has watched one."""
 _NO_COPIES: Int32s = np.empty((0, 2), dtype=np.int32)
 
 
@@ -430,7 +434,7 @@ class Step(Bound):
         if not defer_copies:
             self.batch.run_copies()
             if cache.auto_compact and cache._overlap:
-                cache._start_moves()
+                cache._start_moves(cache._planner(None, None, None, None))
         return self.batch
 
     def written(self) -> None:
@@ -539,6 +543,10 @@ class KVCache(Bound):
             device also with steps in flight, since copies are queued behind them.
         copy: ``"between_steps"``, or on a CUDA device ``"overlap"``: blocks are copied beside the
             step that is prepared, and the tables change before the next one.
+        budget_us: most microseconds that the copies of one pass take, by a rate that learns from each
+            copy in host memory. None: no limit there; 200 on a CUDA device, where a block is taken to
+            cost its bytes at 1 TB/s (``cache.pace.watched`` tells it better).
+        budget_bytes: most bytes that one pass moves; None: no limit. A pass moves one block at least.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``page_orders``, ``hold_blocks``, ``eviction``, ``budget_blocks``, ``max_sequences``,
@@ -572,6 +580,8 @@ class KVCache(Bound):
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
         copy: str = "between_steps",
+        budget_us: float | None = None,
+        budget_bytes: int | None = None,
         streams: Streams | None = None,
         **options: Any,
     ) -> None:
@@ -589,7 +599,8 @@ class KVCache(Bound):
         )
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
-        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
+        budget = (budget_us, budget_bytes)
+        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, budget, streams)
 
     @classmethod
     def attach(
@@ -609,6 +620,8 @@ class KVCache(Bound):
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
         copy: str = "between_steps",
+        budget_us: float | None = None,
+        budget_bytes: int | None = None,
         streams: Streams | None = None,
         extra: Iterable[torch.Tensor] = (),
         **options: Any,
@@ -637,7 +650,8 @@ class KVCache(Bound):
         self = cls.__new__(cls)
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
-        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
+        budget = (budget_us, budget_bytes)
+        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, budget, streams)
         return self
 
     def _assemble(
@@ -651,6 +665,7 @@ class KVCache(Bound):
         buffers: Listed[Mapping[str, Any]] | None,
         auto_compact: bool,
         copy: str,
+        budget: tuple[float | None, int | None],
         streams: Streams | None,
     ) -> None:
         for name, value in (
@@ -679,6 +694,14 @@ class KVCache(Bound):
         self.layers = layers
         self.storage = Storage(layers.storage.regions, mmu.num_blocks, null_block=mmu.null_block)
         self.auto_compact = auto_compact
+        per_block = self.storage.block_bytes
+        budget_us = _DEVICE_BUDGET_US if on_device and budget[0] is None else budget[0]
+        self.pace = Pace(
+            per_block,
+            budget_us=budget_us,
+            budget_bytes=budget[1],
+            us_per_block=per_block / _DEVICE_BYTES_PER_US if on_device else None,
+        )
         shape = (max_batch, width, max_tokens)
         self._rotation = Rotation(mmu, buffers, steps_in_flight, shape, entries)
         self._depth = steps_in_flight
@@ -955,14 +978,14 @@ class KVCache(Bound):
                 self._device.tables.update(buffers)
                 self._tables_hold = number
 
-    def _start_moves(self) -> None:
+    def _start_moves(self, make: Callable[[], Plan | None]) -> None:
         """Queues copies beside the step that is prepared, if the memory needs them and none are
         under way."""
         if self._device is None:
             return
         self._check_process()
         with self._copying:
-            plan = self.mmu.plan_compaction() if self._moving is None else None
+            plan = make() if self._moving is None else None
             if plan is None:
                 return
             self._follow()
@@ -1041,9 +1064,30 @@ class KVCache(Bound):
         if sequence._cache is not self:
             raise InvalidConfig(f"{sequence!r} is of another cache")
 
-    def compact(self) -> int:
-        """One pass of compaction, if the trigger is on: at most the budget moves. Returns how many
-        blocks moved. To be called between steps.
+    def compact(
+        self,
+        *,
+        free_run: int | None = None,
+        huge_pages: int | None = None,
+        gather: Sequence | None = None,
+        below: float | None = None,
+    ) -> int:
+        """One pass of compaction under the budget. Returns how many blocks moved. To be called between
+        steps.
+
+        Without a goal: what the default trigger finds to do, if it is on. With one (at most one is
+        allowed): the next moves towards it, 0 when it is reached.
+
+        Args:
+            free_run: one run of so many available blocks.
+            huge_pages: so many free windows of 512 available blocks.
+            gather: this sequence in few runs.
+            below: a fragmentation ratio over available blocks below this.
+
+        Raises:
+            InvalidConfig: more than one goal.
+            OutOfBlocks, Fragmented: no moves reach the goal.
+            UnknownSequence: it is closed.
 
         The copies are made at once; on a CUDA device they are queued in order with the current
         stream and the steps in flight. With ``copy="overlap"``, call it once a step is prepared and
@@ -1054,16 +1098,58 @@ class KVCache(Bound):
         queue them behind those instead: ``mmu.plan_compaction``, ``mmu.begin``, queue the copies of
         ``moves.pairs``, ``mmu.commit`` (examples/embed.py does).
         """
+        make = self._planner(free_run, huge_pages, gather, below)
         self._pay()
         if self._device is None:
-            return compact(self.mmu, self.mover)
+            return self._run(make())
         self.poll()
         moved = self._finish_moves()
         if self._overlap and self._tables_of is not None:
-            self._start_moves()
+            self._start_moves(make)
             return moved
         self._follow()
-        return moved + compact(self.mmu, self.mover)
+        return moved + self._run(make())
+
+    def _planner(
+        self,
+        free_run: int | None,
+        huge_pages: int | None,
+        gather: Sequence | None,
+        below: float | None,
+    ) -> Callable[[], Plan | None]:
+        """Makes the plan of the next pass towards a goal."""
+        goals = {
+            "free_run": free_run,
+            "huge_pages": huge_pages,
+            "gather": gather,
+            "below": below,
+        }
+        given = [f"{name} = {goal!r}" for name, goal in goals.items() if goal is not None]
+        if len(given) > 1:
+            raise InvalidConfig(f"{', '.join(given)}: allowed is at most one goal")
+        mmu, most = self.mmu, self.pace.blocks()
+        if not given:
+            return lambda: mmu.plan_compaction(max_blocks=most)
+        most = min(most or mmu.budget_blocks, mmu.budget_blocks)
+        if gather is not None:
+            self._check_handle(gather)
+            return lambda: mmu.plan_gather(gather.id, max_blocks=most)
+        if free_run is not None:
+            return lambda: mmu.plan_free_run(free_run, max_blocks=most)
+        if huge_pages is not None:
+            return lambda: mmu.plan_huge_pages(huge_pages, max_blocks=most)
+        assert below is not None
+        return lambda: mmu.plan_below(below, max_blocks=most)
+
+    def _run(self, plan: Plan | None) -> int:
+        # A device's mover returns when copies are queued: its time says nothing.
+        pace = self.pace if self._device is None else None
+        return 0 if plan is None else run_plan(self.mmu, self.mover, plan, pace)
+
+    def ready(self, num_blocks: int) -> bool:
+        """Whether a run of so many blocks is to be had now, by evicting at most. After ``Fragmented``
+        the next passes of :meth:`compact` make what was refused first."""
+        return self.mmu.ready(num_blocks)
 
     def warm_up(self) -> None:
         """On a CUDA device: launches every kernel once without work and waits, so that nothing is

@@ -138,6 +138,10 @@ impl MMU {
         self.core.config().block_size
     }
     #[getter]
+    fn budget_blocks(&self) -> u32 {
+        self.core.config().budget_blocks
+    }
+    #[getter]
     fn null_block(&self) -> u32 {
         self.core.null_block()
     }
@@ -494,6 +498,11 @@ impl MMU {
         let most = limit(max_blocks)?;
         let plan = self.long(py, |core| Ok(core.plan_compaction(Some(most))))?;
         Ok(plan.map(Plan))
+    }
+
+    fn ready(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<bool> {
+        let n = count(num_blocks, "num_blocks", 1)?;
+        self.long(py, |core| Ok(core.ready(n)))
     }
 
     fn guarantee<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -3,9 +3,11 @@
 //! What lives here: the default trigger and the stages of one pass. What never lives here: which
 //! moves empty a window, make a huge page or gather a sequence (`windows`, `promote`, `gather`).
 //!
-//! A pass has a budget of moves, and spends it in this order:
-//! 1. windows: while free windows are below [`Config::windows_below`](crate::Config::windows_below)
-//!    of what the available blocks could make, until they are a little above. Only windows at most half
+//! First of all what somebody was refused ([`Error::Fragmented`](crate::Error::Fragmented)) is made. Else a
+//! pass has a budget of moves, and spends it in this order:
+//! 1. windows: once a huge page was missed or free windows are below
+//!    [`Config::windows_below`](crate::Config::windows_below) of what the available blocks could make, until
+//!    they are a little above. Only windows at most half
 //!    full are emptied. In the guarantee mode instead: what is owed;
 //! 2. huge pages: a region of a long sequence that lies in pieces is moved into a free window;
 //! 3. runs: sequences in many runs are gathered, as far as a move saves
@@ -35,11 +37,33 @@ impl Mmu {
     /// asks for it.
     pub fn plan_compaction(&self, most: Option<u32>) -> Option<Plan> {
         let budget = self.config.budget_blocks.min(most.unwrap_or(u32::MAX));
-        let plan = self.background(budget);
-        if plan.is_some() {
-            return plan;
+        let plan = self.for_refused(budget).or_else(|| self.background(budget));
+        plan.or_else(|| self.by_ratio(budget))
+    }
+
+    /// What somebody was refused is made, whatever the trigger says, until it is there or cannot be.
+    fn for_refused(&self, budget: u32) -> Option<Plan> {
+        // Relaxed, all: who is refused right now is seen by the next pass.
+        let run = self.wanted_run.load(Ordering::Relaxed);
+        let windows = self.wanted_windows.load(Ordering::Relaxed);
+        let mut found = None;
+        if run > 0 {
+            found = self.plan_free_run(run, budget).ok();
+            if found.as_ref().is_none_or(|plan| plan.pairs.is_empty()) {
+                self.wanted_run.store(0, Ordering::Relaxed);
+            }
+        } else if windows > 0 {
+            found = self.plan_huge_pages(windows, budget).ok();
+            if found.as_ref().is_none_or(|plan| plan.pairs.is_empty()) {
+                self.wanted_windows.store(0, Ordering::Relaxed);
+            }
         }
-        self.by_ratio(budget)
+        found.filter(|plan| !plan.pairs.is_empty())
+    }
+
+    /// Whether a run of `n` blocks is to be had now, by evicting at most.
+    pub fn ready(&self, n: u32) -> bool {
+        self.measure().available.largest >= n
     }
 
     fn background(&self, budget: u32) -> Option<Plan> {
@@ -50,7 +74,7 @@ impl Mmu {
         if let Some(filling) = shared.filling {
             picture.keep(filling.window / WINDOW);
         }
-        let emptied = self.make_free_windows(&shared, &sight, &mut picture, budget);
+        let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, budget);
         let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
         let mut held = Vec::new();
         if self.may_fill(&picture) {
@@ -75,11 +99,17 @@ impl Mmu {
 
     fn make_free_windows(
         &self,
-        shared: &Shared,
+        shared: &mut Shared,
         sight: &Sight,
         picture: &mut Picture<'_>,
         budget: u32,
     ) -> Emptied {
+        // Relaxed: a counter.
+        let missed = self.stats.huge_missed.load(Ordering::Relaxed);
+        if missed > shared.missed {
+            shared.missed = missed;
+            self.compacting.store(1, Ordering::Relaxed);
+        }
         let mut oldest = self.oldest(shared, sight);
         match self.config.guarantee {
             Some(slack) => picture.keep_guarantee(slack, budget, &mut oldest),

@@ -91,12 +91,17 @@ impl Mmu {
         let blocks = self.checked_blocks(0, tokens.len())?;
         self.check_orders(opening.page_orders)?;
         let (slot, mut sequence) = self.take_slot()?;
+        let regions = if opening.require_huge { blocks / REGION } else { 0 };
+        let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let opened = self.fill(slot, &mut sequence, blocks, tokens, keys, opening);
         let id = id(sequence.generation, slot);
         match opened {
             Ok(()) => Ok(id),
             Err(error) => {
                 self.give_slot(slot, sequence);
+                if matches!(error, Error::Fragmented { .. }) {
+                    self.want(regions, contiguous);
+                }
                 Err(error)
             }
         }

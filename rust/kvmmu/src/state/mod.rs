@@ -101,6 +101,8 @@ pub(crate) struct Shared {
     pub(crate) filling: Option<Filling>,
     /// The slot at which compaction goes on to look for sequences in many runs.
     pub(crate) cursor: u32,
+    /// Missed huge pages that compaction has seen to.
+    pub(crate) missed: u64,
 }
 
 impl Shared {
@@ -163,6 +165,9 @@ pub struct Mmu {
     shared: Mutex<Shared>,
     steps: Mutex<Steps>,
     pub(crate) stats: Stats,
+    /// Free windows, and blocks in one run, that somebody was refused for want of; 0: nobody was.
+    pub(crate) wanted_windows: AtomicU32,
+    pub(crate) wanted_run: AtomicU32,
     /// 1 while the default trigger of compaction is on.
     pub(crate) compacting: AtomicU32,
     /// 1 while its trigger by ratio is.
@@ -218,9 +223,12 @@ impl Mmu {
                 unmapping: Vec::new(),
                 filling: None,
                 cursor: 0,
+                missed: 0,
             }),
             steps: Mutex::new(Steps::new()),
             stats: Stats::default(),
+            wanted_windows: AtomicU32::new(0),
+            wanted_run: AtomicU32::new(0),
             compacting: AtomicU32::new(0),
             compacting_by_ratio: AtomicU32::new(0),
             config,
@@ -256,6 +264,13 @@ impl Mmu {
     /// Blocks that so many tokens need.
     pub(crate) fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.config.block_size)
+    }
+
+    /// Takes note that a shape was refused although enough blocks were available.
+    pub(crate) fn want(&self, windows: u32, run: u32) {
+        // Relaxed: a wish for the next pass.
+        self.wanted_windows.fetch_max(windows, Ordering::Relaxed);
+        self.wanted_run.fetch_max(run, Ordering::Relaxed);
     }
 
     // -- locks -------------------------------------------------------------------------------
