@@ -348,7 +348,7 @@ class MMU:
     def stats(self) -> dict[str, int]:
         """Counters since the start, among them: ``opened, closed, forked, appended_tokens,
         prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
-        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks``."""
+        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, left_cached``."""
     def measure(self) -> Measure: ...
 
     # -- compaction ------------------------------------------------------------------------

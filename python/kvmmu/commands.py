@@ -115,14 +115,15 @@ def _replay(
     compaction: Annotated[Switch, typer.Option(help="Move blocks between steps.")] = Switch.on,
     budget_blocks: Annotated[int, typer.Option(help="Most blocks that one pass moves.")] = 32,
     guarantee: Annotated[
-        int | None,
+        bool,
         typer.Option(
-            metavar="WINDOWS",
-            help="Never hold more windows than live blocks need plus one plus so many, and never move "
-            "more than is freed.",
-            show_default=False,
+            "--guarantee",
+            help="Never hold more windows than live blocks need plus one, never move more than is freed.",
         ),
-    ] = None,
+    ] = False,
+    guarantee_slack: Annotated[
+        int, typer.Option(help="Windows more that the guarantee may hold.")
+    ] = 0,
     inject_faults: Annotated[
         float, typer.Option(help="Share of passes in which the mover fails on its way.")
     ] = 0,
@@ -191,7 +192,7 @@ def _replay(
             block_size=block_size,
             compaction=compaction is Switch.on,
             budget_blocks=budget_blocks,
-            guarantee=guarantee,
+            guarantee=guarantee_slack if guarantee else None,
             inject_faults=inject_faults,
             max_running=max_running,
             prefill_tokens_per_s=prefill_tokens_per_s,

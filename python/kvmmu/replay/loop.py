@@ -214,7 +214,7 @@ class Serving:
                 self._mmu.guarantee(),
                 max(options.budget_blocks - moved - page + 1, 0),
                 stats["moves_committed"],
-                stats["freed_blocks"] + stats["evicted_blocks"],
+                stats["freed_blocks"] + stats["left_cached"],
             )
 
     def _prepare(self) -> tuple[int, npt.NDArray[np.int32] | None] | None:

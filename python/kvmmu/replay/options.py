@@ -96,7 +96,7 @@ class Options:
             if value not in choices and not (name == "sabotage" and value is None):
                 raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
         if self.guarantee is not None:
-            in_range("guarantee", self.guarantee, 0, MAX_BLOCKS)
+            in_range("guarantee_slack", self.guarantee, 0, MAX_BLOCKS)
             if self.placement != "address":
                 raise InvalidConfig(
                     f"--guarantee: {self.guarantee} given with --placement {self.placement}, "

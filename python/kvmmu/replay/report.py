@@ -67,7 +67,7 @@ def figures(
         "moved_blocks": totals.moved_blocks,
         "compactions": totals.compactions,
         "faults_injected": totals.faults,
-        "freed_blocks": stats["freed_blocks"] + stats["evicted_blocks"],
+        "freed_blocks": stats["freed_blocks"] + stats["left_cached"],
         "guarantee_broken": totals.guarantee_broken,
         "guarantee": _guarantee(totals) if options.guarantee is not None else None,
         "committed_moves": stats["moves_committed"],

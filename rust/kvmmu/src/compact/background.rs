@@ -76,6 +76,7 @@ impl Mmu {
         }
         let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, budget);
         let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
+        let budget = budget.min(pairs.len() as u32 + self.left_by_guarantee(&picture, &pairs));
         let mut held = Vec::new();
         if self.may_fill(&picture) {
             let left = budget - pairs.len() as u32;
@@ -115,6 +116,20 @@ impl Mmu {
             Some(slack) => picture.keep_guarantee(slack, budget, &mut oldest),
             None => self.more_windows(picture, budget, &mut oldest),
         }
+    }
+
+    /// Moves that the guarantee leaves for other purposes: frees that were never answered by a move,
+    /// less what is owed and what the next window may cost. So moves never outnumber frees, whatever
+    /// they are for.
+    fn left_by_guarantee(&self, picture: &Picture<'_>, pairs: &[[u32; 2]]) -> u32 {
+        let Some(slack) = self.config.guarantee else {
+            return u32::MAX / 2;
+        };
+        let stats = self.stats();
+        let moves = stats.moves_begun - stats.moves_aborted - stats.moves_dropped;
+        let reserved = moves + pairs.len() as u64 + u64::from(picture.held(slack).owed + WINDOW);
+        let frees = stats.freed_blocks + stats.left_cached;
+        u32::try_from(frees.saturating_sub(reserved)).unwrap_or(u32::MAX / 2)
     }
 
     /// A window may be filled: under the guarantee only as long as one more may be held.

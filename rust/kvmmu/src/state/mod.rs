@@ -473,6 +473,7 @@ impl Mmu {
 
     /// A block becomes the most recently used of the cached ones.
     fn enter_cache(&self, shared: &mut Shared, fence: Option<u64>, block: u32) {
+        count(&self.stats.left_cached, 1);
         match fence {
             Some(step) => {
                 shared.cooling.insert(block, step);
