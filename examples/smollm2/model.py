@@ -37,8 +37,8 @@ class Shape:
 @dataclass(frozen=True)
 class Weights:
     """float32. Matrices are [out, in]; each layer has ``attn_norm``, ``attn_q``, ``attn_k``,
-    ``attn_v``, ``attn_output``, ``ffn_norm``, ``ffn_gate``, ``ffn_up`` and ``ffn_down``. The rows of
-    q and k are in the order of :func:`rotate`: pairs side by side."""
+    ``attn_v``, ``attn_output``, ``ffn_norm``, ``ffn_gate``, ``ffn_up`` and ``ffn_down``. The rows
+    of q and k are in the order of :func:`rotate`: pairs side by side."""
 
     embedding: Tensor
     layers: list[dict[str, Tensor]]

@@ -2,6 +2,10 @@
 
 What lives here: :class:`Reference`, which follows records and computes their logits, and the
 comparison. What never lives here: kvmmu. A hit and a fork are copies here, a move is nothing.
+
+The same bits are asked for, so the same kernels must be handed the same shapes and strides: batches
+are those of the record, and :func:`~.model.attention` gets K and V of one sequence, contiguous and
+from an aligned address, on either side.
 """
 
 from __future__ import annotations

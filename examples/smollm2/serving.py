@@ -81,7 +81,7 @@ class Paged:
         self._rows = [
             (slice(start, stop), length, batch.block_table[row, : -(-length // size)])
             for row, (start, stop, length) in enumerate(
-                zip(starts, starts[1:], lengths, strict=False)
+                zip(starts[:-1], starts[1:], lengths, strict=True)
             )
         ]
 
@@ -144,7 +144,9 @@ class Serving:
         while len(self._running) > 1 and self._available() < self._limits.headroom:
             self._preempt()
         step, batch, lens = self._prepare()
-        starts = [sample.sequence.num_scheduled - n for sample, n in zip(self._running, lens)]
+        starts = [
+            sample.sequence.num_scheduled - n for sample, n in zip(self._running, lens, strict=True)
+        ]
         rows = tuple(
             (sample.sequence.id, tuple(sample.text[start : start + n]))
             for sample, start, n in zip(self._running, starts, lens, strict=True)
@@ -166,6 +168,11 @@ class Serving:
             counts.pages[order] = counts.pages.get(order, 0) + pages
         self._generate(logits)
         return record, logits
+
+    def close(self) -> None:
+        """Gives up what still runs."""
+        while self._running:
+            self._close(self._running.pop())
 
     def _available(self) -> int:
         return self._cache.mmu.states()["available"]

@@ -5,8 +5,8 @@ What never lives here: a model's weights or its requests; KV is random numbers.
 
 The sequence lies where pools put it that were churned by sequences which came and went: one that
 hands out blocks in the order of their release, as engines do; one that places by address, which is
-kvmmu's default; and the same one once blocks of others were moved out of the way (no bytes are: they
-are random anyway).
+kvmmu's default; and the same one once blocks of others were moved out of the way. There the moves
+are made in the page table alone, since the bytes are random anyway.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def measure(shape: Shape, tokens: int, seed: int) -> list[Reading]:
         places = released if name.startswith("contiguous") else runs
         for layer, found in enumerate(work()):
             expected = attention(queries[layer], *gather(places, layer))
-            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found, expected, msg=lambda text, name=name: f"{name}: {text}"
+            )
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, (_, work) in ways.items():
