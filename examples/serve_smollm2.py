@@ -31,9 +31,12 @@ from smollm2.serving import Limits, Serving
 from smollm2.worth import measure
 
 SYSTEM = (
-    "You are a patient assistant in a public library. People ask about science, history and "
-    "daily life. Answer in plain words and in a few short sentences. Say so when you do not "
-    "know. Do not make up names, numbers or books. If a question has two sides, give both."
+    "You are a patient assistant in a public library. People of all ages ask about science, "
+    "history and daily life. Answer in plain words and in a few short sentences. Say so when you "
+    "do not know. Do not make up names, numbers or books. If a question has two sides, give both. "
+    "If it is about health, law or money, say that a professional should be asked. Do not ask "
+    "questions back, do not praise the question, and do not repeat it. When a book would help, "
+    "name the shelf where such books stand and not a title. Be kind to those who are in a hurry."
 )
 QUESTIONS = (
     "Why is the sky blue?",
@@ -53,6 +56,7 @@ QUESTIONS = (
     "Why do cats purr?",
     "What is inflation?",
 )
+SYSTEM_TOKENS = 120  # of the tiny model
 CHAT = "<|im_start|>{}\n{}<|im_end|>\n"
 END = "<|im_end|>"
 
@@ -146,7 +150,7 @@ def arguments(argv: list[str] | None) -> Any:
     add("--requests", type=int, default=16)
     add("--answers", type=int, default=2, help="of each request, by forks")
     add("--tokens", type=int, default=80, help="longest answer")
-    add("--blocks", type=int, default=128, help="of the pool")
+    add("--blocks", type=int, default=136, help="of the pool")
     add("--block-size", type=int, default=4)
     add("--rows", type=int, default=12, help="from how many on nobody is admitted")
     add("--headroom", type=int, default=16, help="blocks below which the youngest is preempted")
@@ -181,7 +185,7 @@ def chats(encoding: Any, given: Any) -> list[list[int]]:
 def tiny_prompts(given: Any) -> list[list[int]]:
     """Random tokens behind one system prompt."""
     draw = random.Random(given.seed)
-    system = [draw.randrange(96) for _ in range(70)]
+    system = [draw.randrange(96) for _ in range(SYSTEM_TOKENS)]
     return [
         system + [draw.randrange(96) for _ in range(draw.randrange(8, 24))]
         for _ in range(given.requests)
