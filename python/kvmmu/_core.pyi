@@ -762,6 +762,10 @@ class Plan:
     def remaining(self) -> int:
         """Moves still to make after these."""
     @property
+    def parts(self) -> dict[str, int]:
+        """What the moves of :meth:`MMU.plan_compaction` are for: ``windows`` that become free,
+        ``huge_pages`` made by moving, sequences in fewer ``runs``."""
+    @property
     def predicted_run(self) -> int:
         """Largest run of available blocks after the moves."""
     @property

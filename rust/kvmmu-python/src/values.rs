@@ -258,6 +258,14 @@ impl Plan {
         self.0.remaining
     }
     #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (name, moves) in ["windows", "huge_pages", "runs"].iter().zip(self.0.parts) {
+            dict.set_item(name, moves)?;
+        }
+        Ok(dict)
+    }
+    #[getter]
     fn predicted_run(&self) -> u32 {
         self.0.predicted_run()
     }

@@ -18,13 +18,17 @@
 
 use super::measure::{self, WINDOW};
 use super::survey::Sight;
-use super::windows::{Emptied, Held, Lru, Picture};
+use super::windows::{Emptied, Held, Lore, Picture};
 use super::{Goal, Plan, gather};
 use crate::state::{Mmu, Shared};
 use crate::sync::{Ordering, lock};
 
 /// Windows with more live blocks are not emptied in the background.
 const MOST_LIVE: u32 = WINDOW / 2;
+/// Where no huge page was missed, what belongs together is not cut into smaller pieces.
+const FINEST: u32 = 8;
+/// The trigger is on because a huge page was missed.
+const MISSED: u32 = 2;
 /// Sequences in fewer runs are left alone.
 const GATHER_FROM: u32 = 4;
 /// How many sequences a pass looks at to gather one.
@@ -76,6 +80,7 @@ impl Mmu {
         }
         let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, budget);
         let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
+        let windows = pairs.len();
         let budget = budget.min(pairs.len() as u32 + self.left_by_guarantee(&picture, &pairs));
         let mut held = Vec::new();
         if self.may_fill(&picture) {
@@ -93,6 +98,8 @@ impl Mmu {
         }
         let complete = remaining == 0;
         let mut plan = self.planned(Goal::Background, pairs, remaining, complete, &sight);
+        let gathered = plan.pairs.len() - windows - held.len();
+        plan.parts = [windows, held.len(), gathered].map(|n| n as u32);
         // The window was empty when the state was read.
         plan.evicts.extend(held.iter().map(|pair| pair[1]));
         Some(plan)
@@ -109,12 +116,15 @@ impl Mmu {
         let missed = self.stats.huge_missed.load(Ordering::Relaxed);
         if missed > shared.missed {
             shared.missed = missed;
-            self.compacting.store(1, Ordering::Relaxed);
+            self.compacting.store(MISSED, Ordering::Relaxed);
         }
-        let mut oldest = self.oldest(shared, sight);
+        let mut lore = Lore {
+            lru: &mut self.oldest(shared, sight),
+            neighbours: &self.neighbours(shared),
+        };
         match self.config.guarantee {
-            Some(slack) => picture.keep_guarantee(slack, budget, &mut oldest),
-            None => self.more_windows(picture, budget, &mut oldest),
+            Some(slack) => picture.keep_guarantee(slack, budget, &mut lore),
+            None => self.more_windows(picture, budget, &mut lore),
         }
     }
 
@@ -163,6 +173,10 @@ impl Mmu {
             looks -= 1;
             let mut runs = self.runs_of(&sequence, picture);
             drop(sequence);
+            if let Some(last) = runs.last_mut() {
+                // It grows where it lies: behind another it would soon begin anew.
+                last.movable = false;
+            }
             let least = self.config.gather_least;
             pairs.extend(gather::gather(picture, &mut runs, left, least, false));
         }
@@ -170,14 +184,19 @@ impl Mmu {
     }
 
     /// Windows at most half full are emptied, while the trigger is on.
-    fn more_windows(&self, picture: &mut Picture<'_>, budget: u32, lru: Lru<'_>) -> Emptied {
+    fn more_windows(
+        &self,
+        picture: &mut Picture<'_>,
+        budget: u32,
+        lore: &mut Lore<'_>,
+    ) -> Emptied {
         let possible = picture.available() / WINDOW;
         let free = picture.free();
         let wanted = |share: f64| (share * f64::from(possible)).ceil() as u32;
         let start = self.config.windows_below;
         let stop = wanted((start + HYSTERESIS).min(1.0));
         // Relaxed: under the gate.
-        if free < wanted(start) {
+        if free < wanted(start) && self.compacting.load(Ordering::Relaxed) == 0 {
             self.compacting.store(1, Ordering::Relaxed);
         } else if free >= stop {
             self.compacting.store(0, Ordering::Relaxed);
@@ -189,7 +208,8 @@ impl Mmu {
                 free,
             };
         }
-        picture.empty_at_most(stop, MOST_LIVE, budget, lru)
+        let finest = if self.compacting.load(Ordering::Relaxed) == MISSED { 1 } else { FINEST };
+        picture.empty_at_most(stop, (MOST_LIVE, finest), budget, lore)
     }
 
     /// The ratio over available blocks has passed `compaction_start`, until it has fallen below

@@ -343,7 +343,7 @@ impl Mmu {
         self.config.page_orders == PageOrders::SINGLE && !self.has_holds()
     }
 
-    pub(super) fn has_holds(&self) -> bool {
+    pub(crate) fn has_holds(&self) -> bool {
         self.config.hold_blocks > 0
             && self.config.placement == Placement::AddressOrder
             && self.config.guarantee.is_none()
