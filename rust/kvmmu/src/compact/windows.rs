@@ -320,7 +320,11 @@ impl<'a> Picture<'a> {
         let mut pieces = Vec::new();
         let mut at = first;
         while let Some(run) = next_run(&self.movable, at..end) {
-            let together = lore.neighbours.run(run.start, run.len() as u32);
+            // What is one block need not be kept together.
+            let together = match run.len() as u32 {
+                1 => ().run(run.start, 1),
+                most => lore.neighbours.run(run.start, most),
+            };
             pieces.push((run.start, together));
             at = run.start + together.len;
         }
