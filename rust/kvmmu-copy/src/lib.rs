@@ -1,7 +1,7 @@
 //! The CPU mover of kvmmu: copies blocks of KV between raw addresses.
 //!
 //! What lives here: the description of a region, the checks that make a set of moves safe to carry
-//! out, and the copy itself. What never lives here: a decision about what moves where, and any
+//! out, the copy itself, and (`pages`) giving whole pages back to the system. What never lives here: a decision about what moves where, and any
 //! knowledge of sequences or of Python. This is the only crate of the workspace with `unsafe`.
 //!
 //! # Why the copy is sound
@@ -13,11 +13,14 @@
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod pages;
 mod stream;
 
 use std::ptr;
 
 use thiserror::Error;
+
+pub use pages::{Pages, ReleaseError, page_bytes, release_pages};
 
 /// Pieces of at least this many bytes are written past the caches (non-temporal stores).
 ///

@@ -4,10 +4,13 @@
 //! - `measure` and `plan` are pure functions over bit words;
 //! - `survey` reads the state for them and holds the default trigger;
 //! - `transaction` is `begin`, `commit` and `abort`;
+//! - `give_back` takes whole groups of blocks offline, and brings them back;
 //! - `moves` is what travels to whoever copies.
 //!
 //! What never lives here: copying.
 
+mod give_back;
+mod groups;
 pub mod measure;
 mod moves;
 pub mod plan;

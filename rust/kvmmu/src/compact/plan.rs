@@ -512,7 +512,7 @@ fn words_of(range: &Range<u32>) -> Range<usize> {
 }
 
 /// How many bits of `range` are set.
-fn count(words: &[u64], range: Range<u32>) -> u32 {
+pub(super) fn count(words: &[u64], range: Range<u32>) -> u32 {
     let touched = words_of(&range);
     let Range { start, end } = touched;
     if end - start <= 2 {

@@ -90,7 +90,7 @@ impl Pool {
     pub fn refusal(&self, needed: u32) -> Error {
         let runs = self.runs();
         let (needed, available) = (u64::from(needed), u64::from(runs.total));
-        let num_blocks = u64::from(self.num_blocks());
+        let num_blocks = u64::from(self.num_blocks() - self.states().offline);
         if available < needed {
             return Error::OutOfBlocks {
                 needed,
@@ -148,7 +148,7 @@ impl Mmu {
 
     /// A plan towards one run of `n` available blocks by the fewest moves, at most `max_moves` now.
     pub fn plan_free_run(&self, n: u32, max_moves: u32) -> Result<Plan> {
-        let num_blocks = u64::from(self.config.num_blocks);
+        let num_blocks = u64::from(self.online());
         let (found, cached) =
             self.survey(|snapshot, lru| plan::free_run(snapshot, n, max_moves, lru));
         match found {

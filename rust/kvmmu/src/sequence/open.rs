@@ -46,6 +46,8 @@ pub enum When {
     Moves,
     /// When others have released enough.
     Frees,
+    /// When blocks that were given back are in the pool again.
+    Grows,
     /// Never: larger than the pool or a limit.
     Never,
 }
@@ -345,6 +347,8 @@ impl Mmu {
             || !self.table.could_hold(total as u32);
         let when = if never {
             When::Never
+        } else if total > self.online() as usize {
+            When::Grows
         } else if needed > available as usize || !self.has_room(total as u32) {
             When::Frees
         } else {
