@@ -119,6 +119,9 @@ class MMU:
     @property
     def max_blocks_per_sequence(self) -> int: ...
     @property
+    def budget_blocks(self) -> int:
+        """Most moves of one pass."""
+    @property
     def page_orders(self) -> list[int]: ...
 
     # -- sequences -------------------------------------------------------------------------

@@ -46,7 +46,8 @@ except ImportError as error:  # pragma: no cover - tested in an environment with
 from ._core import MMU, BlockTables
 from .bound import Bound
 from .buffers import Buffers, Csr, Entries, Rotation
-from .compaction import compact
+from .compaction import compact, run_plan
+from .give_back import GivenBack, HostPages, ReturnsMemory, Shrunk, grow, shrink
 from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
@@ -54,7 +55,7 @@ from .storage import Storage
 from .transfer import block_runs, byte_ranges
 
 if TYPE_CHECKING:
-    from ._core import Moves
+    from ._core import Moves, Plan
     from .cuda.executor import Copying, CUDAMover
     from .cuda.side import DeviceSide
     from .cuda.streams import Streams
@@ -540,6 +541,9 @@ class KVCache(Bound):
         copy: ``"between_steps"``, or on a CUDA device ``"overlap"``: blocks are copied beside the
             step that is prepared, and the tables change before the next one.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
+        return_memory: whether the memory of blocks that :meth:`shrink` takes offline goes back to
+            the system (default: host memory does); or an object that takes it
+            (:class:`kvmmu.give_back.ReturnsMemory`), which on a CUDA device is the only way.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``page_orders``, ``hold_blocks``, ``eviction``, ``budget_blocks``, ``max_sequences``,
             ``compaction_start``, ...).
@@ -573,6 +577,7 @@ class KVCache(Bound):
         auto_compact: bool = False,
         copy: str = "between_steps",
         streams: Streams | None = None,
+        return_memory: bool | ReturnsMemory | None = None,
         **options: Any,
     ) -> None:
         mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
@@ -590,6 +595,9 @@ class KVCache(Bound):
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
         self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
+        if return_memory is None:
+            return_memory = self._device is None
+        self._given = GivenBack(self.storage, _owner(return_memory, self.storage.device))
 
     @classmethod
     def attach(
@@ -610,6 +618,7 @@ class KVCache(Bound):
         auto_compact: bool = False,
         copy: str = "between_steps",
         streams: Streams | None = None,
+        return_memory: bool | ReturnsMemory = False,
         extra: Iterable[torch.Tensor] = (),
         **options: Any,
     ) -> KVCache:
@@ -620,6 +629,9 @@ class KVCache(Bound):
                 ``Layers.adopt``. Each has ``num_blocks + 1`` blocks.
             num_blocks: usable blocks: those of the tensors less the null block.
             null_block: which block padding points at: ``"last"``, ``"first"`` or its number.
+            return_memory: as for :class:`KVCache`; by default the engine's memory stays what it is.
+                True only where nobody else relies on what blocks that are offline hold, and no device
+                was told of their pages.
             extra: what else belongs to a block and moves with it, ``[num_blocks + 1, ...]``: scales
                 of a quantised cache, indexer keys, a draft model's KV.
 
@@ -638,6 +650,7 @@ class KVCache(Bound):
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
         self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
+        self._given = GivenBack(self.storage, _owner(return_memory, self.storage.device))
         return self
 
     def _assemble(
@@ -701,6 +714,7 @@ class KVCache(Bound):
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._copying = threading.Lock()
+        self._giving = threading.Lock()
         self._owed: deque[Int32s] = deque()
         self._in_flight: set[int] = set()
         self._ending: deque[tuple[int, Event]] = deque()
@@ -1065,6 +1079,74 @@ class KVCache(Bound):
         self._follow()
         return moved + compact(self.mmu, self.mover)
 
+    def shrink(self, blocks: int, *, granule: int | None = None) -> Shrunk:
+        """Gives memory back: takes ``blocks`` blocks offline, rounded up to whole granules, and their
+        pages go back to the system (``return_memory``). Sequences run on; ``states()`` counts the
+        blocks as ``offline``, and nobody is given one before :meth:`grow`.
+
+        Granules that are empty go first, then those that lose the fewest cached blocks, then those
+        that the fewest moves empty. With no step in flight all moves are made now; else one pass of
+        at most the budget, and what it empties can go when those steps have ended: call it again.
+        As :meth:`compact`, to be called between steps.
+
+        Args:
+            granule: blocks that go together, an aligned group; None: ``storage.granule()``, whose
+                bytes are whole pages of 2 MiB. Host memory goes back by pages of
+                ``kvmmu.give_back.HostPages().page_bytes``, so there ``storage.granule(4096)`` is the
+                least that makes sense.
+
+        Returns:
+            what went, and why no more (:class:`kvmmu.give_back.Shrunk`).
+
+        Raises:
+            InvalidConfig: an argument; or no granule fills a page (``Storage.granule``).
+            NotReturnable: memory of a kind that cannot go back. No block is offline for it then; what
+                was evicted or moved stays so.
+        """
+        wanted, size = self._granules(blocks, granule)
+        self._pay()
+        self.poll()
+        self._finish_moves()
+        with self._giving:
+            return shrink(self.mmu, self._given, wanted, size, self._run, self._settle_moves)
+
+    def grow(self, blocks: int | None = None, *, granule: int | None = None) -> int:
+        """Brings blocks back that :meth:`shrink` took offline: ``blocks`` of them, rounded up to
+        whole granules, the lowest first; None: all. Returns how many, never more than were
+        offline. What they hold is of no worth (zeros, where their pages had gone).
+
+        Raises:
+            InvalidConfig: an argument.
+            whatever the owner of the memory raises; nothing has changed then.
+        """
+        wanted, size = (None, 1) if blocks is None else self._granules(blocks, granule)
+        self._check_process()
+        with self._giving:
+            return grow(self.mmu, self._given, wanted, size)
+
+    @property
+    def bytes_given_back(self) -> int:
+        """Bytes of pages that are with the system now."""
+        return self._given.bytes
+
+    def _granules(self, blocks: Any, granule: int | None) -> tuple[int, int]:
+        size = self.storage.granule() if granule is None else granule
+        for name, value, least in (("blocks", blocks, 0), ("granule", size, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from {least}")
+        return min(blocks, self.mmu.num_blocks), min(size, 2**31)
+
+    def _run(self, plan: Plan) -> int:
+        """Carries a plan out, behind the steps in flight."""
+        self._follow()
+        return run_plan(self.mmu, self.mover, plan)
+
+    def _settle_moves(self) -> None:
+        """Waits until the copies that are queued have been made: pages are unmapped at once."""
+        if self._device is not None:
+            with self._lock:
+                self._device.wait()
+
     def warm_up(self) -> None:
         """On a CUDA device: launches every kernel once without work and waits, so that nothing is
         compiled or loaded later; before the first step, or before a graph is captured. In host
@@ -1081,6 +1163,26 @@ class KVCache(Bound):
         """Recounts everything (slow); raises InternalError."""
         for buffers in self._rotation:
             self.mmu.validate(buffers.tables)
+        with self._giving:
+            self._given.check(self.mmu.offline_blocks())
+
+
+def _owner(return_memory: bool | ReturnsMemory, device: str) -> ReturnsMemory | None:
+    """Who takes the memory of blocks that are offline."""
+    if not isinstance(return_memory, bool):
+        for name in ("page_bytes", "give_back", "take_back"):
+            if not hasattr(return_memory, name):
+                raise InvalidConfig(
+                    f"return_memory = {return_memory!r}: allowed is True, False, or an object with "
+                    "page_bytes, give_back and take_back"
+                )
+        return return_memory
+    if return_memory and device != "cpu":
+        raise InvalidConfig(
+            f"return_memory = True on {device}: there an object with page_bytes, give_back and "
+            "take_back is needed, which owns the pages"
+        )
+    return HostPages() if return_memory else None
 
 
 def _mmu(

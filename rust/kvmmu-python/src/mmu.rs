@@ -136,6 +136,10 @@ impl MMU {
     fn max_blocks_per_sequence(&self) -> u32 {
         self.core.config().max_blocks_per_sequence
     }
+    #[getter]
+    fn budget_blocks(&self) -> u32 {
+        self.core.config().budget_blocks
+    }
 
     // -- sequences ---------------------------------------------------------------------------
 
