@@ -22,12 +22,12 @@ impl Mmu {
         }
         let complete = self.config.span() / size;
         let mut order = Vec::new();
-        let (mut available, mut possible) = (0, 0);
+        let available = self.states().available;
+        let mut possible = 0;
         for at in 0..complete {
             let range = at * size..(at + 1) * size;
             let free = ones(&empty, range.clone()) + ones(&evictable, range.clone());
             let live = ones(&movable, range);
-            available += free;
             if free + live == size {
                 possible += 1;
                 order.push((live, at));
