@@ -543,7 +543,7 @@ class KVCache(Bound):
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         return_memory: whether the memory of blocks that :meth:`shrink` takes offline goes back to
             the system (default: host memory does); or an object that takes it
-            (:class:`kvmmu.give_back.ReturnsMemory`), which on a CUDA device is the only way.
+            (:class:`kvmmu.ReturnsMemory`), which on a CUDA device is the only way.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``page_orders``, ``hold_blocks``, ``eviction``, ``budget_blocks``, ``max_sequences``,
             ``compaction_start``, ...).
@@ -630,8 +630,8 @@ class KVCache(Bound):
             num_blocks: usable blocks: those of the tensors less the null block.
             null_block: which block padding points at: ``"last"``, ``"first"`` or its number.
             return_memory: as for :class:`KVCache`; by default the engine's memory stays what it is.
-                True only where nobody else relies on what blocks that are offline hold, and no device
-                was told of their pages.
+                True only where nobody else relies on what blocks that are offline hold, and no
+                device was told of their pages.
             extra: what else belongs to a block and moves with it, ``[num_blocks + 1, ...]``: scales
                 of a quantised cache, indexer keys, a draft model's KV.
 
@@ -1080,9 +1080,9 @@ class KVCache(Bound):
         return moved + compact(self.mmu, self.mover)
 
     def shrink(self, blocks: int, *, granule: int | None = None) -> Shrunk:
-        """Gives memory back: takes ``blocks`` blocks offline, rounded up to whole granules, and their
-        pages go back to the system (``return_memory``). Sequences run on; ``states()`` counts the
-        blocks as ``offline``, and nobody is given one before :meth:`grow`.
+        """Gives memory back: takes ``blocks`` blocks offline, rounded up to whole granules, and
+        their pages go back to the system (``return_memory``). Sequences run on; ``states()`` counts
+        the blocks as ``offline``, and nobody is given one before :meth:`grow`.
 
         Granules that are empty go first, then those that lose the fewest cached blocks, then those
         that the fewest moves empty. With no step in flight all moves are made now; else one pass of
@@ -1092,16 +1092,16 @@ class KVCache(Bound):
         Args:
             granule: blocks that go together, an aligned group; None: ``storage.granule()``, whose
                 bytes are whole pages of 2 MiB. Host memory goes back by pages of
-                ``kvmmu.give_back.HostPages().page_bytes``, so there ``storage.granule(4096)`` is the
-                least that makes sense.
+                ``kvmmu.HostPages().page_bytes``, so there ``storage.granule(4096)`` is the least
+                that makes sense.
 
         Returns:
-            what went, and why no more (:class:`kvmmu.give_back.Shrunk`).
+            what went, and why no more (:class:`kvmmu.Shrunk`).
 
         Raises:
             InvalidConfig: an argument; or no granule fills a page (``Storage.granule``).
-            NotReturnable: memory of a kind that cannot go back. No block is offline for it then; what
-                was evicted or moved stays so.
+            NotReturnable: memory of a kind that cannot go back. No block is offline for it then;
+                what was evicted or moved stays so.
         """
         wanted, size = self._granules(blocks, granule)
         self._pay()

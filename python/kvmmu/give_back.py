@@ -1,8 +1,9 @@
 """Memory given back: granules of blocks go offline, and their pages to whoever maps them.
 
-What lives here: the order of one shrink (take offline what is available, empty more by moves, give the
-pages back) and of one growth (the pages first, then the blocks), and the book of the pages that are
-gone. What never lives here: which granule goes (the core chooses), and the copy (a mover does it).
+What lives here: the order of one shrink (take offline what is available, empty more by moves, give
+the pages back) and of one growth (the pages first, then the blocks), and the book of the pages that
+are gone. What never lives here: which granule goes (the core chooses), and the copy (a mover does
+it).
 
 A page goes when all blocks that have bytes in it are offline. So what goes is computed from all of
 them together, not granule by granule: a page that two granules share goes with the second of them.
@@ -39,19 +40,19 @@ class ReturnsMemory(Protocol):
         """It takes whole pages of this size: a power of two."""
 
     def give_back(self, ranges: Int64s) -> None:
-        """These bytes are not needed: int64 [k, 2], (address, bytes), whole pages. Nothing that kvmmu
-        has queued reads or writes them any more. If it raises, it has kept all of them."""
+        """These bytes are not needed: int64 [k, 2], (address, bytes), whole pages. Nothing that
+        kvmmu has queued reads or writes them any more. If it raises, it has kept all of them."""
 
     def take_back(self, ranges: Int64s) -> None:
-        """These are needed again, with any contents: int64 [k, 2], pages that were given back before.
-        If it raises, none of them is."""
+        """These are needed again, with any contents: int64 [k, 2], pages that were given back
+        before. If it raises, none of them is there."""
 
 
 class HostPages(Bound):
     """Memory of the host, which goes back to the system page by page and comes back by itself, as
-    zeros, where it is touched again. Only memory that is private to the process, writable, not locked
-    and without a file behind it; and none that a device has been told of, which would go on reading
-    the pages that were there."""
+    zeros, where it is touched again. Only memory that is private to the process, writable, not
+    locked and without a file behind it; and none that a device has been told of, which would go on
+    reading the pages that were there."""
 
     @property
     def page_bytes(self) -> int:
@@ -82,8 +83,8 @@ class Shrunk:
         granule: blocks of a granule.
         stopped: why it were not more: None when ``blocks >= wanted``, else
 
-            - ``"steps"``: blocks wait for steps in flight, or the budget of one pass is used up: call
-              it again when they have ended;
+            - ``"steps"``: blocks wait for steps in flight, or the budget of one pass is used up:
+              call it again when they have ended;
             - ``"live"``: fewer blocks are available than a granule has;
             - ``"stuck"``: in each granule lies a block that may not move (pinned, leased, of a huge
               page), or the null block;
@@ -124,8 +125,8 @@ class GivenBack(Bound):
         return _bytes(self._gone)
 
     def give(self, offline: Int64s, settle: Callable[[], None]) -> int:
-        """Gives back what these blocks, all that are offline, do not need. Returns the bytes that went
-        now. If the owner raises, nothing has changed here.
+        """Gives back what these blocks, all that are offline, do not need. Returns the bytes that
+        went now. If the owner raises, nothing has changed here.
 
         Args:
             settle: waits until copies that are queued have been made: they may read these pages.
@@ -141,7 +142,7 @@ class GivenBack(Bound):
         return _bytes(more)
 
     def take(self, offline: Int64s) -> None:
-        """Takes back what other blocks than these need. If the owner raises, nothing has changed."""
+        """Takes back what all other blocks need. If the owner raises, nothing has changed."""
         if self._owner is None:
             return
         pages = self._pages(offline)
@@ -198,8 +199,8 @@ def shrink(
         settle: waits until copies that are queued have been made.
 
     Raises:
-        whatever ``run`` or the owner of the memory raises. Blocks that had gone offline in this call
-        are in the pool again then.
+        whatever ``run`` or the owner of the memory raises. Blocks that had gone offline in this
+        call are in the pool again then.
     """
     gone = [mmu.shrink(wanted, granule=granule)]
     moved, stopped = 0, None

@@ -714,8 +714,9 @@ def _available_bytes(place: torch.device) -> int | None:
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in host memory. From 2 MiB on they begin with a huge page and are of such, as far as they
-    fill them: copies then cost fewer translations, and granules that go back are whole pages."""
+    """Zeros in host memory. From 2 MiB on they begin with a huge page and are of such, as far as
+    they fill them: copies then cost fewer translations, and granules that go back are whole pages.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)

@@ -146,8 +146,8 @@ class Storage(Bound):
         return self._block_bytes
 
     def granule(self, page_bytes: int = 2 * 2**20) -> int:
-        """Blocks of the smallest aligned group whose bytes are whole pages in every region: the unit
-        in which memory can go back to whoever maps it by pages of this size.
+        """Blocks of the smallest aligned group whose bytes are whole pages in every region: the
+        unit in which memory can go back to whoever maps it by pages of this size.
 
         Regions that lie within each other's strides (packed K and V, all layers of a block side by
         side) count together, as far as their pieces touch. Where a region does not begin with a
@@ -174,8 +174,9 @@ class Storage(Bound):
             stride = self._regions[index].stride
             if size != stride and (stride % page or size % page):
                 raise InvalidConfig(
-                    f"region {index} has pieces of {size} bytes every {stride}, and what lies between "
-                    f"is not part of a block: no group of blocks fills pages of {page} bytes",
+                    f"region {index} has pieces of {size} bytes every {stride}, and what lies "
+                    "between is not part of a block: no group of blocks fills pages of "
+                    f"{page} bytes",
                     region=index,
                     stride=stride,
                     block_bytes=size,
@@ -198,7 +199,7 @@ class Storage(Bound):
 
 
 def _joined(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Regions of one stride whose pieces touch, put together: (index of the first, bytes a block)."""
+    """Regions of one stride whose pieces touch, together: (index of the first, bytes a block)."""
     order = sorted(range(len(regions)), key=lambda at: (regions[at].stride, regions[at].address))
     found: list[tuple[int, int]] = []
     for index in order:
