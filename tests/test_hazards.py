@@ -181,7 +181,7 @@ def test_a_pass_never_plans_more_than_its_limit_and_says_so_when_it_stops_early(
 
 def test_the_default_pass_keeps_its_budget_and_goes_on_in_the_next() -> None:
     """Kind 3."""
-    pool = SmallPool(64, 4, budget_blocks=5)
+    pool = SmallPool(64, 4, budget_blocks=5, compaction_start=0.35)
     every_other(pool)
     moved = [compact(pool.mmu, pool.mover) for _ in range(20)]
     assert max(moved) == 5

@@ -57,8 +57,17 @@ class MMU:
             (windows that are nearly full first), ``"fifo"`` (in the order of release, as vLLM does)
             or ``"scatter"`` (pseudo-random, from ``seed``: the worst case, for tests).
         budget_blocks: most blocks that one compaction pass moves, >= 1.
+        windows_below: ``plan_compaction`` starts when free windows (aligned groups of 512 blocks, each
+            empty or evictable) are below this share, 0 .. 1, of those that the available blocks could
+            make, and stops a little above; 0: never.
+        guarantee: keep the guarantee with so many windows of slack: never more windows held than the
+            live blocks need plus one plus ``guarantee``, and never more moves than frees. It takes the
+            place of ``windows_below``, and of holds. None: off.
+        gather_least: ``plan_compaction`` brings sequences into fewer runs as far as each moved block
+            saves so many runs, 0 .. 1; 0: never.
         compaction_start, compaction_stop: fragmentation ratio over available blocks above which
-            ``plan_compaction`` starts and below which it stops again; 0 <= stop <= start <= 1.
+            ``plan_compaction`` starts too, and below which it stops again; 0 <= stop <= start <= 1.
+            None: the ratio does not matter (as it is above .35 whenever huge pages are in use).
         anchor: share of the pool, 0 to below 1, that prompts opened with ``anchor=True`` go to
             first and all others last.
         page_orders: page sizes: order k is 2**k consecutive, aligned blocks; 0 .. 9 with 0 among
@@ -94,7 +103,10 @@ class MMU:
         prefix_caching: bool = True,
         placement: str = "address",
         budget_blocks: int = 32,
-        compaction_start: float = 0.35,
+        windows_below: float = 0.8,
+        guarantee: int | None = None,
+        gather_least: float = 0.1,
+        compaction_start: float | None = None,
         compaction_stop: float = 0.30,
         anchor: float = 0.15,
         page_orders: Sequence[int] = (0, 2, 9),
@@ -111,6 +123,9 @@ class MMU:
     @property
     def block_size(self) -> int: ...
     @property
+    def budget_blocks(self) -> int:
+        """Most blocks that one compaction pass moves."""
+    @property
     def null_block(self) -> int:
         """The block that padding points at, by default ``num_blocks``. Storage needs
         ``num_blocks + 1`` blocks."""
@@ -118,9 +133,6 @@ class MMU:
     def max_sequences(self) -> int: ...
     @property
     def max_blocks_per_sequence(self) -> int: ...
-    @property
-    def budget_blocks(self) -> int:
-        """Most moves of one pass."""
     @property
     def page_orders(self) -> list[int]: ...
 
@@ -336,8 +348,8 @@ class MMU:
     def stats(self) -> dict[str, int]:
         """Counters since the start, among them: ``opened, closed, forked, appended_tokens,
         prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
-        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, given_back,
-        taken_back``."""
+        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, left_cached,
+        given_back, taken_back``."""
     def measure(self) -> Measure: ...
 
     # -- compaction ------------------------------------------------------------------------
@@ -348,9 +360,32 @@ class MMU:
         ``max_blocks`` moves (None: no limit)."""
     def plan_below(self, ratio: float, *, max_blocks: int | None = None) -> Plan:
         """A plan towards a fragmentation ratio (over available blocks) below ``ratio``."""
-    def plan_compaction(self) -> Plan | None:
-        """The default trigger with hysteresis: a plan of at most ``budget_blocks`` moves when the
-        ratio has passed ``compaction_start`` and not yet fallen below ``compaction_stop``, else None."""
+    def plan_huge_pages(self, num_pages: int, *, max_blocks: int | None = None) -> Plan:
+        """A plan towards so many free windows (aligned groups of 512 available blocks), those that are
+        free already among them, by the fewest moves.
+
+        Raises:
+            OutOfBlocks: fewer blocks are available.
+            Fragmented: blocks that may not move lie in too many windows.
+        """
+    def plan_groups(self, size: int, groups: int, *, max_blocks: int | None = None) -> Plan:
+        """A plan towards so many free aligned groups of ``size`` blocks; otherwise as
+        :meth:`plan_huge_pages`. For memory that is given back by the granule."""
+    def plan_gather(self, sequence: int, *, max_blocks: int | None = None) -> Plan:
+        """A plan that brings a sequence into fewer runs, best runs saved a move first.
+        ``plan.complete`` says that no move saves a run any more. Where no free run is long enough, the
+        plan empties a window first. UnknownSequence when it is closed."""
+    def plan_compaction(self, *, max_blocks: int | None = None) -> Plan | None:
+        """What the default trigger finds to do with at most ``budget_blocks`` moves (and at most
+        ``max_blocks``): free windows, huge pages made by moving, sequences in fewer runs. None when
+        memory does not call for it."""
+    def ready(self, num_blocks: int) -> bool:
+        """Whether a run of so many blocks is to be had now, by evicting at most. After ``Fragmented``
+        the passes that :meth:`plan_compaction` plans make what was refused first."""
+    def guarantee(self) -> dict[str, int]:
+        """How memory stands against the guarantee: ``live`` blocks (neither empty nor evictable),
+        ``windows`` that hold at least one of them, ``allowed`` windows, moves that are ``owed`` to come
+        down to that, and windows above it that are ``immovable``."""
     def begin(self, plan: Plan) -> Moves:
         """Destines blocks and takes a reference on sources. Moves whose source or destination is
         no longer what the plan saw are left out; the plan itself stays valid for the rest."""
@@ -761,6 +796,9 @@ class Plan:
         """Largest run of available blocks after the moves."""
     @property
     def predicted_ratio(self) -> float: ...
+    @property
+    def predicted_windows(self) -> int:
+        """Windows (aligned groups of 512 available blocks) after the moves."""
     def __len__(self) -> int: ...
 
 @final

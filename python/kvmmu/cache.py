@@ -26,7 +26,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,11 +46,12 @@ except ImportError as error:  # pragma: no cover - tested in an environment with
 from ._core import MMU, BlockTables
 from .bound import Bound
 from .buffers import Buffers, Csr, Entries, Rotation
-from .compaction import compact, run_plan
+from .compaction import run_plan
 from .give_back import GivenBack, HostPages, ReturnsMemory, Shrunk, grow, shrink
 from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
+from .pace import Pace
 from .storage import Storage
 from .transfer import block_runs, byte_ranges
 
@@ -65,6 +66,9 @@ __all__ = ["Batch", "Event", "KVCache", "Sequence", "Step"]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 _log = logging.getLogger("kvmmu")
+_DEVICE_BUDGET_US = 200.0
+_DEVICE_BYTES_PER_US = 1e6
+"""1 TB/s: what a copy on a device is taken to do before anybody has watched one."""
 _NO_COPIES: Int32s = np.empty((0, 2), dtype=np.int32)
 
 
@@ -431,7 +435,7 @@ class Step(Bound):
         if not defer_copies:
             self.batch.run_copies()
             if cache.auto_compact and cache._overlap:
-                cache._start_moves()
+                cache._start_moves(cache._planner(None, None, None, None))
         return self.batch
 
     def written(self) -> None:
@@ -540,6 +544,10 @@ class KVCache(Bound):
             device also with steps in flight, since copies are queued behind them.
         copy: ``"between_steps"``, or on a CUDA device ``"overlap"``: blocks are copied beside the
             step that is prepared, and the tables change before the next one.
+        budget_us: most microseconds that the copies of one pass take, by a rate that learns from each
+            copy in host memory. None: no limit there; 200 on a CUDA device, where a block is taken to
+            cost its bytes at 1 TB/s (``cache.pace.watched`` tells it better).
+        budget_bytes: most bytes that one pass moves; None: no limit. A pass moves one block at least.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         return_memory: whether the memory of blocks that :meth:`shrink` takes offline goes back to
             the system (default: host memory does); or an object that takes it
@@ -576,6 +584,8 @@ class KVCache(Bound):
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
         copy: str = "between_steps",
+        budget_us: float | None = None,
+        budget_bytes: int | None = None,
         streams: Streams | None = None,
         return_memory: bool | ReturnsMemory | None = None,
         **options: Any,
@@ -594,7 +604,8 @@ class KVCache(Bound):
         )
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
-        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
+        budget = (budget_us, budget_bytes)
+        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, budget, streams)
         if return_memory is None:
             return_memory = self._device is None
         self._given = GivenBack(self.storage, _owner(return_memory, self.storage.device))
@@ -617,6 +628,8 @@ class KVCache(Bound):
         buffers: Listed[Mapping[str, Any]] | None = None,
         auto_compact: bool = False,
         copy: str = "between_steps",
+        budget_us: float | None = None,
+        budget_bytes: int | None = None,
         streams: Streams | None = None,
         return_memory: bool | ReturnsMemory = False,
         extra: Iterable[torch.Tensor] = (),
@@ -649,7 +662,8 @@ class KVCache(Bound):
         self = cls.__new__(cls)
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
-        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, streams)
+        budget = (budget_us, budget_bytes)
+        self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, budget, streams)
         self._given = GivenBack(self.storage, _owner(return_memory, self.storage.device))
         return self
 
@@ -664,6 +678,7 @@ class KVCache(Bound):
         buffers: Listed[Mapping[str, Any]] | None,
         auto_compact: bool,
         copy: str,
+        budget: tuple[float | None, int | None],
         streams: Streams | None,
     ) -> None:
         for name, value in (
@@ -692,6 +707,14 @@ class KVCache(Bound):
         self.layers = layers
         self.storage = Storage(layers.storage.regions, mmu.num_blocks, null_block=mmu.null_block)
         self.auto_compact = auto_compact
+        per_block = self.storage.block_bytes
+        budget_us = _DEVICE_BUDGET_US if on_device and budget[0] is None else budget[0]
+        self.pace = Pace(
+            per_block,
+            budget_us=budget_us,
+            budget_bytes=budget[1],
+            us_per_block=per_block / _DEVICE_BYTES_PER_US if on_device else None,
+        )
         shape = (max_batch, width, max_tokens)
         self._rotation = Rotation(mmu, buffers, steps_in_flight, shape, entries)
         self._depth = steps_in_flight
@@ -969,14 +992,14 @@ class KVCache(Bound):
                 self._device.tables.update(buffers)
                 self._tables_hold = number
 
-    def _start_moves(self) -> None:
+    def _start_moves(self, make: Callable[[], Plan | None]) -> None:
         """Queues copies beside the step that is prepared, if the memory needs them and none are
         under way."""
         if self._device is None:
             return
         self._check_process()
         with self._copying:
-            plan = self.mmu.plan_compaction() if self._moving is None else None
+            plan = make() if self._moving is None else None
             if plan is None:
                 return
             self._follow()
@@ -1055,9 +1078,30 @@ class KVCache(Bound):
         if sequence._cache is not self:
             raise InvalidConfig(f"{sequence!r} is of another cache")
 
-    def compact(self) -> int:
-        """One pass of compaction, if the trigger is on: at most the budget moves. Returns how many
-        blocks moved. To be called between steps.
+    def compact(
+        self,
+        *,
+        free_run: int | None = None,
+        huge_pages: int | None = None,
+        gather: Sequence | None = None,
+        below: float | None = None,
+    ) -> int:
+        """One pass of compaction under the budget. Returns how many blocks moved. To be called between
+        steps.
+
+        Without a goal: what the default trigger finds to do, if it is on. With one (at most one is
+        allowed): the next moves towards it, 0 when it is reached.
+
+        Args:
+            free_run: one run of so many available blocks.
+            huge_pages: so many free windows of 512 available blocks.
+            gather: this sequence in few runs.
+            below: a fragmentation ratio over available blocks below this.
+
+        Raises:
+            InvalidConfig: more than one goal.
+            OutOfBlocks, Fragmented: no moves reach the goal.
+            UnknownSequence: it is closed.
 
         The copies are made at once; on a CUDA device they are queued in order with the current
         stream and the steps in flight. With ``copy="overlap"``, call it once a step is prepared and
@@ -1068,16 +1112,58 @@ class KVCache(Bound):
         queue them behind those instead: ``mmu.plan_compaction``, ``mmu.begin``, queue the copies of
         ``moves.pairs``, ``mmu.commit`` (examples/embed.py does).
         """
+        make = self._planner(free_run, huge_pages, gather, below)
         self._pay()
         if self._device is None:
-            return compact(self.mmu, self.mover)
+            return self._run(make())
         self.poll()
         moved = self._finish_moves()
         if self._overlap and self._tables_of is not None:
-            self._start_moves()
+            self._start_moves(make)
             return moved
         self._follow()
-        return moved + compact(self.mmu, self.mover)
+        return moved + self._run(make())
+
+    def _planner(
+        self,
+        free_run: int | None,
+        huge_pages: int | None,
+        gather: Sequence | None,
+        below: float | None,
+    ) -> Callable[[], Plan | None]:
+        """Makes the plan of the next pass towards a goal."""
+        goals = {
+            "free_run": free_run,
+            "huge_pages": huge_pages,
+            "gather": gather,
+            "below": below,
+        }
+        given = [f"{name} = {goal!r}" for name, goal in goals.items() if goal is not None]
+        if len(given) > 1:
+            raise InvalidConfig(f"{', '.join(given)}: allowed is at most one goal")
+        mmu, most = self.mmu, self.pace.blocks()
+        if not given:
+            return lambda: mmu.plan_compaction(max_blocks=most)
+        most = min(most or mmu.budget_blocks, mmu.budget_blocks)
+        if gather is not None:
+            self._check_handle(gather)
+            return lambda: mmu.plan_gather(gather.id, max_blocks=most)
+        if free_run is not None:
+            return lambda: mmu.plan_free_run(free_run, max_blocks=most)
+        if huge_pages is not None:
+            return lambda: mmu.plan_huge_pages(huge_pages, max_blocks=most)
+        assert below is not None
+        return lambda: mmu.plan_below(below, max_blocks=most)
+
+    def _run(self, plan: Plan | None) -> int:
+        # A device's mover returns when copies are queued: its time says nothing.
+        pace = self.pace if self._device is None else None
+        return 0 if plan is None else run_plan(self.mmu, self.mover, plan, pace)
+
+    def ready(self, num_blocks: int) -> bool:
+        """Whether a run of so many blocks is to be had now, by evicting at most. After ``Fragmented``
+        the next passes of :meth:`compact` make what was refused first."""
+        return self.mmu.ready(num_blocks)
 
     def shrink(self, blocks: int, *, granule: int | None = None) -> Shrunk:
         """Gives memory back: takes ``blocks`` blocks offline, rounded up to whole granules, and
@@ -1107,8 +1193,15 @@ class KVCache(Bound):
         self._pay()
         self.poll()
         self._finish_moves()
+
+        def run(plan: Plan) -> int:
+            self._follow()
+            return self._run(plan)
+
+        most = min(self.pace.blocks() or self.mmu.budget_blocks, self.mmu.budget_blocks)
         with self._giving:
-            return shrink(self.mmu, self._given, wanted, size, self._run, self._settle_moves)
+            how = (run, self._settle_moves, most)
+            return shrink(self.mmu, self._given, wanted, size, *how)
 
     def grow(self, blocks: int | None = None, *, granule: int | None = None) -> int:
         """Brings blocks back that :meth:`shrink` took offline: ``blocks`` of them, rounded up to
@@ -1135,11 +1228,6 @@ class KVCache(Bound):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from {least}")
         return min(blocks, self.mmu.num_blocks), min(size, 2**31)
-
-    def _run(self, plan: Plan) -> int:
-        """Carries a plan out, behind the steps in flight."""
-        self._follow()
-        return run_plan(self.mmu, self.mover, plan)
 
     def _settle_moves(self) -> None:
         """Waits until the copies that are queued have been made: pages are unmapped at once."""

@@ -114,6 +114,19 @@ def _replay(
     block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
     compaction: Annotated[Switch, typer.Option(help="Move blocks between steps.")] = Switch.on,
     budget_blocks: Annotated[int, typer.Option(help="Most blocks that one pass moves.")] = 32,
+    guarantee: Annotated[
+        bool,
+        typer.Option(
+            "--guarantee",
+            help="Never hold more windows than live blocks need plus one, never move more than is freed.",
+        ),
+    ] = False,
+    guarantee_slack: Annotated[
+        int, typer.Option(help="Windows more that the guarantee may hold.")
+    ] = 0,
+    inject_faults: Annotated[
+        float, typer.Option(help="Share of passes in which the mover fails on its way.")
+    ] = 0,
     max_running: Annotated[int, typer.Option(help="Requests that run at once.")] = 256,
     prefill_tokens_per_s: Annotated[
         float,
@@ -179,6 +192,8 @@ def _replay(
             block_size=block_size,
             compaction=compaction is Switch.on,
             budget_blocks=budget_blocks,
+            guarantee=guarantee_slack if guarantee else None,
+            inject_faults=inject_faults,
             max_running=max_running,
             prefill_tokens_per_s=prefill_tokens_per_s,
             step_ms=step_ms,
@@ -217,10 +232,11 @@ def _replay(
         if figures["options"]["verify"] and figures["requests"] and not figures["verified_tokens"]:
             _complain("check failed: nothing was verified, for no request was served")
             raise typer.Exit(CHECK_FAILED)
-        if figures["mismatches"] or figures["wasted_blocks"]:
+        if figures["mismatches"] or figures["wasted_blocks"] or figures["guarantee_broken"]:
             _complain(
                 f"check failed: {figures['mismatches']} mismatches, "
-                f"{figures['wasted_blocks']} blocks held twice"
+                f"{figures['wasted_blocks']} blocks held twice, "
+                f"guarantee broken in {figures['guarantee_broken']} steps"
             )
             raise typer.Exit(CHECK_FAILED)
 

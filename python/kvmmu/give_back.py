@@ -191,12 +191,14 @@ def shrink(
     granule: int,
     run: Callable[[Plan], int],
     settle: Callable[[], None],
+    budget: int,
 ) -> Shrunk:
     """Gives back ``wanted`` blocks, in whole granules, or as many as there can be.
 
     Args:
         run: carries a plan out and returns how many blocks moved.
         settle: waits until copies that are queued have been made.
+        budget: most moves beside steps in flight.
 
     Raises:
         whatever ``run`` or the owner of the memory raises. Blocks that had gone offline in this
@@ -210,7 +212,7 @@ def shrink(
                 stopped = "granule"
                 break
             in_flight = mmu.steps_in_flight() > 0
-            most = mmu.budget_blocks if in_flight else None
+            most = budget if in_flight else None
             try:
                 plan = mmu.plan_shrink(left, granule=granule, max_blocks=most)
             except OutOfBlocks:

@@ -194,10 +194,28 @@ class Serving:
         totals.live_peak = max(totals.live_peak, live)
         totals.live_sum += live
         self._finish()
-        if self._policy.compacts() and self._mmu.compact():
-            totals.compactions += 1
+        if self._policy.compacts():
+            self._compact()
         self._measure()
         self._mmu.lap()
+
+    def _compact(self) -> None:
+        totals, options = self._totals, self._options
+        moved = self._mmu.compact()
+        if moved is None:
+            totals.faults += 1
+            return
+        totals.compactions += moved > 0
+        if options.guarantee is not None:
+            stats = self._mmu.stats()
+            # A pass ends at a page, so it may leave a part of one.
+            page = 1 << max(order for order in options.page_orders if order < 9)
+            totals.add_guarantee(
+                self._mmu.guarantee(),
+                max(options.budget_blocks - moved - page + 1, 0),
+                stats["moves_committed"],
+                stats["freed_blocks"] + stats["left_cached"],
+            )
 
     def _prepare(self) -> tuple[int, npt.NDArray[np.int32] | None] | None:
         """Schedules the step; throws requests out until it fits. None: nobody is left."""

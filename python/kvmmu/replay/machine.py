@@ -18,6 +18,7 @@ from .._core import MMU, BlockTables
 from ..errors import InvalidConfig
 from ..movers import CPUMover, SupportsMove
 from ..storage import Storage
+from .faults import FaultyMover
 from .metrics import TimedMMU
 from .options import MAX_SEQUENCE_BLOCKS, Options
 
@@ -60,6 +61,7 @@ class Machine:
             page_orders=options.page_orders,
             hold_blocks=options.hold_blocks,
             budget_blocks=options.budget_blocks,
+            guarantee=options.guarantee,
             seed=options.seed,
             eviction=options.eviction,
             page_aware=options.page_aware,
@@ -82,6 +84,8 @@ class Machine:
             from .sabotage import Target, wrap
 
             mmu, mover = wrap(options.sabotage, mmu, mover, Target(contents, table))
+        if options.inject_faults:
+            mover = FaultyMover(mover, options.inject_faults, options.seed)
         self.tables: BlockTables = mmu.register_tables(
             self.block_table,
             self.seq_lens,

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from .._core import MMU, BlockTables, Measure, Quote
 from ..compaction import compact
 from ..movers import SupportsMove
+from .faults import FaultyMover, InjectedFault
 
 __all__ = ["TimedMMU", "Totals"]
 
@@ -37,6 +38,7 @@ class TimedMMU:
     def __init__(self, mmu: MMU, mover: SupportsMove) -> None:
         self._mmu = mmu
         self._mover = mover
+        self.faults = mover if isinstance(mover, FaultyMover) else None
         self.total_ns = 0
         self._lap_from = 0
         self.laps = array("q")
@@ -113,11 +115,22 @@ class TimedMMU:
         self._mmu.end_step(step)
         self.total_ns += perf_counter_ns() - start
 
-    def compact(self) -> int:
+    def compact(self) -> int | None:
+        """One pass; None when a fault was injected into it."""
         start = perf_counter_ns()
-        moved = compact(self._mmu, self._mover)
-        self.total_ns += perf_counter_ns() - start
-        return moved
+        if self.faults is not None:
+            self.faults.passes = True
+        try:
+            return compact(self._mmu, self._mover)
+        except InjectedFault:
+            return None
+        finally:
+            if self.faults is not None:
+                self.faults.passes = False
+            self.total_ns += perf_counter_ns() - start
+
+    def guarantee(self) -> dict[str, int]:
+        return self._timed(self._mmu.guarantee)
 
     def states(self) -> dict[str, int]:
         start = perf_counter_ns()
@@ -178,6 +191,15 @@ class Totals:
     moved_blocks: int = 0
     """Distinct (old, new) pairs of blocks by which exported rows changed; see :mod:`.seen`."""
     compactions: int = 0
+    faults: int = 0
+    """Passes that a fault was injected into."""
+    excess_sum: int = 0
+    """Windows held beyond those that the guarantee allows, over steps; and the most of a step."""
+    excess_worst: int = 0
+    owed: array[int] = field(default_factory=lambda: array("q"))
+    """Moves owed to the guarantee, one entry a step."""
+    guarantee_broken: int = 0
+    """Steps in which more had been moved than freed, or moves were owed that the budget allowed."""
     wasted_blocks: int = 0
     wasted_samples: int = 0
 
@@ -191,6 +213,14 @@ class Totals:
         for order, pages in measure.pages.items():
             self.pages_sum[order] = self.pages_sum.get(order, 0) + pages
         self.huge_sum += measure.pages.get(9, 0)
+
+    def add_guarantee(self, held: dict[str, int], spare: int, moved: int, freed: int) -> None:
+        """Counts how the guarantee stands after a pass that left ``spare`` moves of its budget."""
+        excess = max(held["windows"] - held["allowed"] - held["immovable"], 0)
+        self.excess_sum += excess
+        self.excess_worst = max(self.excess_worst, excess)
+        self.owed.append(held["owed"])
+        self.guarantee_broken += moved > freed or (held["owed"] > 0 and spare > 0)
 
     def add_finished(self, tokens: int, runs: int) -> None:
         """Counts the runs that a sequence lies in at its end."""

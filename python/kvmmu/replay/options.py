@@ -22,6 +22,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "hold_blocks": (0, 512),
     "block_size": (1, 4096),
     "budget_blocks": (1, MAX_BLOCKS),
+    "inject_faults": (0, 1),
     "max_running": (1, MAX_ROWS),
     "prefill_tokens_per_s": (1, 1e12),
     "step_ms": (0.001, 60_000),
@@ -44,6 +45,8 @@ class Options:
         block_size: tokens a block.
         compaction: whether blocks are moved between steps.
         budget_blocks: most blocks that one pass of compaction moves.
+        guarantee: keep the guarantee with so many windows of slack; None: the default trigger.
+        inject_faults: share of passes, 0 to 1, in which the mover fails on its way.
         max_running: rows of the block table, which is how many requests run at once.
         prefill_tokens_per_s: prompt tokens computed in a second of simulated time, all requests
             together.
@@ -69,6 +72,8 @@ class Options:
     block_size: int = 16
     compaction: bool = True
     budget_blocks: int = 32
+    guarantee: int | None = None
+    inject_faults: float = 0.0
     max_running: int = 256
     prefill_tokens_per_s: float = 200_000.0
     step_ms: float = 30.0
@@ -90,6 +95,13 @@ class Options:
             value = getattr(self, name)
             if value not in choices and not (name == "sabotage" and value is None):
                 raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
+        if self.guarantee is not None:
+            in_range("guarantee_slack", self.guarantee, 0, MAX_BLOCKS)
+            if self.placement != "address":
+                raise InvalidConfig(
+                    f"--guarantee: {self.guarantee} given with --placement {self.placement}, "
+                    "allowed: with --placement address"
+                )
         if 0 not in self.page_orders or not all(0 <= order <= 9 for order in self.page_orders):
             given = ",".join(map(str, self.page_orders))
             raise InvalidConfig(f"--page-orders: {given} given, allowed: 0 to 9, 0 among them")

@@ -66,6 +66,10 @@ def figures(
         "running_mean": totals.running_sum / steps,
         "moved_blocks": totals.moved_blocks,
         "compactions": totals.compactions,
+        "faults_injected": totals.faults,
+        "freed_blocks": stats["freed_blocks"] + stats["left_cached"],
+        "guarantee_broken": totals.guarantee_broken,
+        "guarantee": _guarantee(totals) if options.guarantee is not None else None,
         "committed_moves": stats["moves_committed"],
         "aborted_moves": stats["moves_aborted"],
         "evicted_blocks": stats["evicted_blocks"],
@@ -101,6 +105,8 @@ def figures(
             "block_size": options.block_size,
             "compaction": options.compaction,
             "budget_blocks": options.budget_blocks,
+            "guarantee": options.guarantee,
+            "inject_faults": options.inject_faults,
             "max_running": options.max_running,
             "prefill_tokens_per_s": options.prefill_tokens_per_s,
             "step_ms": options.step_ms,
@@ -115,6 +121,17 @@ def figures(
             "verify": options.verify,
             "sabotage": options.sabotage,
         },
+    }
+
+
+def _guarantee(totals: Totals) -> dict[str, float]:
+    owed = np.array(totals.owed or [0])
+    return {
+        "excess_mean": totals.excess_sum / max(len(totals.owed), 1),
+        "excess_worst": totals.excess_worst,
+        "owed_mean": float(owed.mean()),
+        "owed_p99": float(np.percentile(owed, 99)),
+        "owed_worst": int(owed.max()),
     }
 
 
@@ -189,6 +206,17 @@ def table(figures: dict[str, Any]) -> RenderableType:
         if o["compaction"]:
             per_step = f["moved_blocks"] / max(f["steps"], 1)
             line("moved blocks", f"{f['moved_blocks']:,}", f"{per_step:.2f} a step")
+            if o["inject_faults"]:
+                line("faults", f"{f['faults_injected']:,}", f"{f['aborted_moves']:,} moves aborted")
+        if f["guarantee"] is not None:
+            held, broken = f["guarantee"], f["guarantee_broken"]
+            line(
+                "windows in excess",
+                f"{held['excess_mean']:.2f}",
+                f"on average, at worst {held['excess_worst']}; owed {held['owed_mean']:.0f} moves, "
+                f"p99 {held['owed_p99']:.0f}",
+            )
+            line("guarantee broken", f"{broken}", "steps", "red" if broken else "")
         wasted = f["wasted_blocks"]
         line("blocks held twice", f"{wasted}", "", "red" if wasted else "")
     if o["verify"]:

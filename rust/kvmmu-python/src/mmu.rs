@@ -33,11 +33,11 @@ impl MMU {
     #[pyo3(signature = (
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
         null_block=None, table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
-        compaction_start=None, compaction_stop=None, anchor=None, page_orders=None, medium_from=None,
+        windows_below=None, guarantee=None, gather_least=None, compaction_start=None, compaction_stop=None, anchor=None, page_orders=None, medium_from=None,
         huge_from=None, hold_blocks=None, dedup=false, seed=0, eviction=None, page_aware=None
     ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
         max_blocks_per_sequence=None, null_block='last', table_nodes=None, prefix_caching=True, placement='address', \
-        budget_blocks=32, compaction_start=0.35, compaction_stop=0.3, anchor=0.15, page_orders=(0, 2, 9), medium_from=512, huge_from=2048, \
+        budget_blocks=32, windows_below=0.8, guarantee=None, gather_least=0.1, compaction_start=None, compaction_stop=0.3, anchor=0.15, page_orders=(0, 2, 9), medium_from=512, huge_from=2048, \
         hold_blocks=8, dedup=False, seed=0, eviction='lru', page_aware=True)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -51,6 +51,9 @@ impl MMU {
         prefix_caching: bool,
         placement: Option<Any<'_, '_>>,
         budget_blocks: Option<Any<'_, '_>>,
+        windows_below: Option<Any<'_, '_>>,
+        guarantee: Option<Any<'_, '_>>,
+        gather_least: Option<Any<'_, '_>>,
         compaction_start: Option<Any<'_, '_>>,
         compaction_stop: Option<Any<'_, '_>>,
         anchor: Option<Any<'_, '_>>,
@@ -106,9 +109,19 @@ impl MMU {
         config.medium_from = tokens(medium_from, "medium_from", medium)?;
         config.hold_blocks = tokens(hold_blocks, "hold_blocks", config.hold_blocks)?;
         config.dedup = dedup;
+        if let Some(value) = windows_below {
+            config.windows_below = ratio(value, "windows_below")?;
+        }
+        if let Some(value) = guarantee {
+            config.guarantee = Some(count(value, "guarantee", 0)?);
+        }
+        if let Some(value) = gather_least {
+            config.gather_least = ratio(value, "gather_least")?;
+        }
         if let Some(value) = compaction_start {
-            config.compaction_start = ratio(value, "compaction_start")?;
-            config.compaction_stop = config.compaction_stop.min(config.compaction_start);
+            let start = ratio(value, "compaction_start")?;
+            config.compaction_start = Some(start);
+            config.compaction_stop = config.compaction_stop.min(start);
         }
         if let Some(value) = compaction_stop {
             config.compaction_stop = ratio(value, "compaction_stop")?;
@@ -436,9 +449,70 @@ impl MMU {
         self.long(py, |core| core.plan_below(ratio, most)).map(Plan)
     }
 
-    fn plan_compaction(&self, py: Python<'_>) -> PyResult<Option<Plan>> {
-        let plan = self.long(py, |core| Ok(core.plan_compaction()))?;
+    #[pyo3(signature = (num_pages, *, max_blocks=None))]
+    fn plan_huge_pages(
+        &self,
+        py: Python<'_>,
+        num_pages: Any<'_, '_>,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Plan> {
+        let (k, most) = (count(num_pages, "num_pages", 1)?, limit(max_blocks)?);
+        self.long(py, |core| core.plan_huge_pages(k, most))
+            .map(Plan)
+    }
+
+    #[pyo3(signature = (size, groups, *, max_blocks=None))]
+    fn plan_groups(
+        &self,
+        py: Python<'_>,
+        size: Any<'_, '_>,
+        groups: Any<'_, '_>,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Plan> {
+        let (size, k) = (count(size, "size", 1)?, count(groups, "groups", 1)?);
+        let most = limit(max_blocks)?;
+        self.long(py, |core| core.plan_groups(size, k, most))
+            .map(Plan)
+    }
+
+    #[pyo3(signature = (sequence, *, max_blocks=None))]
+    fn plan_gather(
+        &self,
+        py: Python<'_>,
+        sequence: i64,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Plan> {
+        let most = limit(max_blocks)?;
+        self.long(py, |core| core.plan_gather(sequence, most))
+            .map(Plan)
+    }
+
+    #[pyo3(signature = (*, max_blocks=None))]
+    fn plan_compaction(
+        &self,
+        py: Python<'_>,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Option<Plan>> {
+        let most = limit(max_blocks)?;
+        let plan = self.long(py, |core| Ok(core.plan_compaction(Some(most))))?;
         Ok(plan.map(Plan))
+    }
+
+    fn ready(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<bool> {
+        let n = count(num_blocks, "num_blocks", 1)?;
+        self.long(py, |core| Ok(core.ready(n)))
+    }
+
+    fn guarantee<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let slack = self.core.config().guarantee.unwrap_or(0);
+        let held = self.long(py, |core| Ok(core.held_windows(slack)))?;
+        let dict = PyDict::new(py);
+        dict.set_item("live", held.live)?;
+        dict.set_item("windows", held.windows)?;
+        dict.set_item("allowed", held.allowed)?;
+        dict.set_item("owed", held.owed)?;
+        dict.set_item("immovable", held.immovable)?;
+        Ok(dict)
     }
 
     fn begin(&self, py: Python<'_>, plan: &Plan) -> PyResult<Moves> {

@@ -240,6 +240,10 @@ impl Plan {
         match self.0.goal {
             kvmmu::Goal::FreeRun(n) => format!("free_run({n})"),
             kvmmu::Goal::Below(ratio) => format!("below({ratio})"),
+            kvmmu::Goal::HugePages(k) => format!("huge_pages({k})"),
+            kvmmu::Goal::Groups { size, groups } => format!("groups({size}, {groups})"),
+            kvmmu::Goal::Gather(id) => format!("gather({id})"),
+            kvmmu::Goal::Background => "background".into(),
         }
     }
     #[getter]
@@ -261,6 +265,10 @@ impl Plan {
     #[getter]
     fn predicted_ratio(&self) -> f64 {
         self.0.predicted_ratio
+    }
+    #[getter]
+    fn predicted_windows(&self) -> u32 {
+        self.0.predicted_windows
     }
     fn __len__(&self) -> usize {
         self.0.pairs.len()

@@ -114,8 +114,16 @@ pub struct Config {
     pub dedup: bool,
     /// Most blocks that one compaction pass moves, at least 1.
     pub budget_blocks: u32,
-    /// Fragmentation ratio over available blocks above which compaction starts.
-    pub compaction_start: f64,
+    /// Compaction starts when free windows (of 512 blocks, empty or evictable) are below this share of
+    /// what the available blocks could make; 0: never.
+    pub windows_below: f64,
+    /// Keep the guarantee: never more windows held than live blocks need plus one plus so many, and
+    /// never more moves than frees (`docs/guarantee.md`). It takes the place of `windows_below`.
+    pub guarantee: Option<u32>,
+    /// Sequences are gathered in the background as far as a moved block saves so many runs; 0: never.
+    pub gather_least: f64,
+    /// Fragmentation ratio over available blocks above which compaction starts too.
+    pub compaction_start: Option<f64>,
     /// Ratio below which it stops again.
     pub compaction_stop: f64,
 }
@@ -141,7 +149,10 @@ impl Config {
             hold_blocks: 8,
             dedup: false,
             budget_blocks: 32,
-            compaction_start: 0.35,
+            windows_below: 0.8,
+            guarantee: None,
+            gather_least: 0.1,
+            compaction_start: None,
             compaction_stop: 0.30,
         };
         config.table_nodes = config.default_table_nodes();
@@ -195,17 +206,30 @@ impl Config {
         range("hold_blocks", self.hold_blocks, 0, 512)?;
         range("budget_blocks", self.budget_blocks, 1, MAX_BLOCKS)?;
         check_anchor(self.anchor)?;
-        let (start, stop) = (self.compaction_start, self.compaction_stop);
-        if !(0.0..=1.0).contains(&start) {
+        let share = |name: &str, value: f64, most: f64, text: &str| {
+            if (0.0..=most).contains(&value) {
+                return Ok(());
+            }
+            Err(Error::InvalidConfig(format!(
+                "{name} = {value}: allowed is 0 to {text}"
+            )))
+        };
+        if self.guarantee.is_some() && self.placement != Placement::AddressOrder {
             return Err(Error::InvalidConfig(format!(
-                "compaction_start = {start}: allowed is 0 to 1"
+                "guarantee = {:?} with placement = {:?}: allowed is AddressOrder",
+                self.guarantee, self.placement
             )));
         }
-        if !(0.0..=start).contains(&stop) {
-            return Err(Error::InvalidConfig(format!(
-                "compaction_stop = {stop}: allowed is 0 to compaction_start ({start})"
-            )));
+        share("windows_below", self.windows_below, 1.0, "1")?;
+        share("gather_least", self.gather_least, 1.0, "1")?;
+        if let Some(start) = self.compaction_start {
+            share("compaction_start", start, 1.0, "1")?;
         }
+        let (most, text) = match self.compaction_start {
+            Some(start) => (start, format!("compaction_start ({start})")),
+            None => (1.0, "1".into()),
+        };
+        share("compaction_stop", self.compaction_stop, most, &text)?;
         Ok(())
     }
 }

@@ -53,6 +53,8 @@ counters! {
     claimed_blocks,
     /// Blocks emptied or fenced after their last reference (evictions not counted).
     freed_blocks,
+    /// Blocks that nobody holds any more and that stay cached.
+    left_cached,
     /// Larger pages made of smaller ones that had become consecutive and aligned.
     promotions,
     /// Pages cut into smaller ones.

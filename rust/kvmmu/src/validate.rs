@@ -181,7 +181,7 @@ impl Mmu {
     fn check_holds(&self, mappings: &Mappings) -> std::result::Result<HashSet<u32>, Broken> {
         let mut held = HashSet::new();
         for (range, slot) in self.holds.largest() {
-            let open = lock(&self.slots[slot as usize]).open;
+            let open = slot == self.filling_slot() || lock(&self.slots[slot as usize]).open;
             ensure!(open, "slot {slot} is closed and holds {range:?}");
             for block in range {
                 ensure!(held.insert(block), "block {block} is held twice");

@@ -98,6 +98,16 @@ pub enum Impossible {
         /// Length of the longest stretch of available and movable blocks.
         largest_span: u32,
     },
+    /// Blocks that may not move lie in too many aligned groups.
+    #[error("need {need} groups of {size} blocks, {movable} without a block that may not move")]
+    TooFewGroups {
+        /// Groups asked for.
+        need: u32,
+        /// Groups without a stuck block.
+        movable: u32,
+        /// Blocks of a group.
+        size: u32,
+    },
 }
 
 /// Plans at most `max_moves` moves towards a run of `n` available blocks, where it takes the fewest.
@@ -470,15 +480,15 @@ fn destinations(
     found
 }
 
-fn is_set(words: &[u64], bit: u32) -> bool {
+pub(super) fn is_set(words: &[u64], bit: u32) -> bool {
     words[(bit / WORD) as usize] >> (bit % WORD) & 1 == 1
 }
 
-fn set(words: &mut [u64], bit: u32) {
+pub(super) fn set(words: &mut [u64], bit: u32) {
     words[(bit / WORD) as usize] |= 1 << (bit % WORD);
 }
 
-fn clear(words: &mut [u64], bit: u32) {
+pub(super) fn clear(words: &mut [u64], bit: u32) {
     words[(bit / WORD) as usize] &= !(1 << (bit % WORD));
 }
 
@@ -869,6 +879,7 @@ mod tests {
                     prop_assert!(largest_span == 0 || model.fewest_by_definition(largest_span).is_some());
                     prop_assert!(model.fewest_by_definition(largest_span + 1).is_none());
                 }
+                Err(other) => prop_assert!(false, "{other} of one run"),
             }
         }
 

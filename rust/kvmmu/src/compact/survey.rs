@@ -1,12 +1,17 @@
-//! Reads the state for measuring and planning, and decides when to plan by itself.
+//! Reads the state for measuring and planning, and plans what a caller wishes.
+//!
+//! What lives here: [`Measure`], the goals, what a planner is shown. What never lives here: when to
+//! plan without being asked (`background`), which moves (`plan`, `windows`, `gather`).
 
 use std::collections::HashSet;
 
-use super::{measure, plan};
+use super::measure::WINDOW;
+use super::windows::Picture;
+use super::{gather, measure, plan};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
-use crate::state::Mmu;
-use crate::sync::{Ordering, lock};
+use crate::state::{Mmu, Sequence, Shared};
+use crate::sync::lock;
 
 /// How scattered memory is.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,6 +62,19 @@ pub enum Goal {
     FreeRun(u32),
     /// A fragmentation ratio over available blocks below this.
     Below(f64),
+    /// So many free windows: aligned groups of 512 available blocks.
+    HugePages(u32),
+    /// So many free aligned groups of a size.
+    Groups {
+        /// Blocks of a group.
+        size: u32,
+        /// Groups.
+        groups: u32,
+    },
+    /// A sequence in few runs.
+    Gather(i64),
+    /// What the default trigger found to do.
+    Background,
 }
 
 /// Proposed moves with their expected effect; a plain value.
@@ -77,6 +95,8 @@ pub struct Plan {
     pub predicted_run: u32,
     /// Ratio over available blocks after them.
     pub predicted_ratio: f64,
+    /// Windows of 512 blocks that are free after them.
+    pub predicted_windows: u32,
 }
 
 impl Pool {
@@ -148,24 +168,146 @@ impl Mmu {
 
     /// A plan towards one run of `n` available blocks by the fewest moves, at most `max_moves` now.
     pub fn plan_free_run(&self, n: u32, max_moves: u32) -> Result<Plan> {
-        let num_blocks = u64::from(self.online());
-        let (found, cached) =
+        let (found, sight) =
             self.survey(|snapshot, lru| plan::free_run(snapshot, n, max_moves, lru));
         match found {
             Ok(planned) => {
-                Ok(self.plan(Goal::FreeRun(n), planned, &cached, |p| p.predicted_run >= n))
+                Ok(self.plan(Goal::FreeRun(n), planned, &sight, |p| p.predicted_run >= n))
             }
-            Err(plan::Impossible::TooFewAvailable { need, available }) => Err(Error::OutOfBlocks {
+            Err(impossible) => Err(self.impossible(impossible)),
+        }
+    }
+
+    /// Why no moves reach a goal, as an error of the manager.
+    pub(super) fn impossible(&self, impossible: plan::Impossible) -> Error {
+        let num_blocks = u64::from(self.online());
+        let fragmented = |needed: u64, largest_run: u64| Error::Fragmented {
+            needed,
+            largest_run,
+            available: u64::from(self.states().available),
+            num_blocks,
+        };
+        match impossible {
+            plan::Impossible::TooFewAvailable { need, available } => Error::OutOfBlocks {
                 needed: u64::from(need),
                 available: u64::from(available),
                 num_blocks,
-            }),
-            Err(plan::Impossible::NoSpan { need, largest_span }) => Err(Error::Fragmented {
-                needed: u64::from(need),
-                largest_run: u64::from(largest_span),
-                available: u64::from(self.states().available),
-                num_blocks,
-            }),
+            },
+            plan::Impossible::NoSpan { need, largest_span } => {
+                fragmented(u64::from(need), u64::from(largest_span))
+            }
+            plan::Impossible::TooFewGroups {
+                need,
+                movable,
+                size,
+            } => fragmented(
+                u64::from(need) * u64::from(size),
+                u64::from(movable) * u64::from(size),
+            ),
+        }
+    }
+
+    /// A plan towards `k` free windows of 512 blocks, those that are free already among them, by the
+    /// fewest moves; at most `max_moves` now.
+    pub fn plan_huge_pages(&self, k: u32, max_moves: u32) -> Result<Plan> {
+        self.plan_emptied(Goal::HugePages(k), (WINDOW, k), max_moves)
+    }
+
+    /// A plan towards so many free aligned groups of `size` blocks, those that are free already among
+    /// them, by the fewest moves; at most `max_moves` now.
+    pub fn plan_groups(&self, size: u32, groups: u32, max_moves: u32) -> Result<Plan> {
+        if size == 0 || size > self.config.span() {
+            return Err(Error::InvalidConfig(format!(
+                "groups of {size} blocks: allowed is 1 to {}",
+                self.config.span()
+            )));
+        }
+        self.plan_emptied(Goal::Groups { size, groups }, (size, groups), max_moves)
+    }
+
+    fn plan_emptied(&self, goal: Goal, (size, k): (u32, u32), max_moves: u32) -> Result<Plan> {
+        let _rest = self.rest();
+        let shared = self.shared();
+        let sight = self.sight(&shared);
+        let mut picture = Picture::new(sight.snapshot(), size, self.middle());
+        let found = picture.empty_groups(k, max_moves, &mut self.oldest(&shared, &sight));
+        drop(shared);
+        let emptied = found.map_err(|impossible| self.impossible(impossible))?;
+        let complete = emptied.remaining == 0 && emptied.free >= k;
+        Ok(self.planned(goal, emptied.pairs, emptied.remaining, complete, &sight))
+    }
+
+    /// A plan that brings a sequence into fewer runs, at most `max_moves` now. It is complete when no
+    /// move saves a run. Where no run is long enough to move anything to, a window is emptied first.
+    pub fn plan_gather(&self, id: i64, max_moves: u32) -> Result<Plan> {
+        let _rest = self.rest();
+        let shared = self.shared();
+        let slot = self.sequence(id)?.0;
+        let sight = self.sight(&shared);
+        let mut picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
+        let mut runs = self.runs_of(&lock(&self.slots[slot as usize]), &picture);
+        let mut pairs = gather::gather(&mut picture, &mut runs, max_moves, 0.0, true);
+        let mut remaining = gather::scattered(&runs);
+        let mut complete = true;
+        if pairs.is_empty() && remaining > 0 {
+            let more = picture.free() + 1;
+            if let Ok(emptied) =
+                picture.empty_groups(more, max_moves, &mut self.oldest(&shared, &sight))
+            {
+                complete = emptied.pairs.is_empty();
+                remaining += emptied.remaining;
+                pairs = emptied.pairs;
+            }
+        } else if pairs.len() as u64 >= u64::from(max_moves) {
+            complete = false;
+        }
+        if complete {
+            remaining = 0;
+        }
+        Ok(self.planned(Goal::Gather(id), pairs, remaining, complete, &sight))
+    }
+
+    /// The runs of a sequence, and which of them may move.
+    pub(super) fn runs_of(&self, sequence: &Sequence, picture: &Picture<'_>) -> Vec<gather::Run> {
+        let (space, mapped) = (sequence.space, self.blocks_for(sequence.tokens));
+        let blocks = self.table.blocks(space, sequence.first, mapped);
+        gather::runs(space.virtual_of(sequence.first), &blocks, |block| {
+            picture.may_move(block)
+        })
+    }
+
+    /// log2 of the page size that moved pieces are kept aligned to.
+    pub(super) fn middle(&self) -> u32 {
+        self.config.page_orders.alignment()
+    }
+
+    /// A plan of these moves, with what the pool looks like after them.
+    pub(super) fn planned(
+        &self,
+        goal: Goal,
+        pairs: Vec<[u32; 2]>,
+        remaining: u32,
+        complete: bool,
+        sight: &Sight,
+    ) -> Plan {
+        let mut after: Vec<u64> = (sight.empty.iter().zip(&sight.cached))
+            .map(|(empty, cached)| empty | cached)
+            .collect();
+        for &[source, destination] in &pairs {
+            set(&mut after, destination, false);
+            set(&mut after, source, true);
+        }
+        let longest = measure::longest(&after, self.config.span());
+        Plan {
+            uid: self.uid,
+            evicts: sight.evicted_by(&pairs),
+            goal,
+            complete,
+            remaining,
+            predicted_run: longest.largest,
+            predicted_ratio: measure::ratio(longest.largest, longest.total),
+            predicted_windows: whole_windows(&after, self.config.span()),
+            pairs,
         }
     }
 
@@ -179,63 +321,39 @@ impl Mmu {
         Ok(self.below(ratio, max_moves))
     }
 
-    fn below(&self, ratio: f64, max_moves: u32) -> Plan {
-        let (planned, cached) =
+    pub(super) fn below(&self, ratio: f64, max_moves: u32) -> Plan {
+        let (planned, sight) =
             self.survey(|snapshot, lru| plan::below(snapshot, ratio, max_moves, lru));
-        self.plan(Goal::Below(ratio), planned, &cached, |p| {
+        self.plan(Goal::Below(ratio), planned, &sight, |p| {
             p.predicted_ratio < ratio
         })
-    }
-
-    /// The default trigger: a plan of at most `budget_blocks` moves once the ratio over available
-    /// blocks has passed `compaction_start`, until it has fallen below `compaction_stop`.
-    pub fn plan_compaction(&self) -> Option<Plan> {
-        let ratio = {
-            let _rest = self.rest();
-            let longest = measure::longest(&self.pool.available_bits(), self.config.span());
-            measure::ratio(longest.largest, longest.total)
-        };
-        if ratio > self.config.compaction_start {
-            self.compacting.store(1, Ordering::Relaxed);
-        } else if ratio < self.config.compaction_stop {
-            self.compacting.store(0, Ordering::Relaxed);
-        }
-        if self.compacting.load(Ordering::Relaxed) == 0 {
-            return None;
-        }
-        let plan = self.below(self.config.compaction_stop, self.config.budget_blocks);
-        (!plan.pairs.is_empty()).then_some(plan)
     }
 
     fn plan(
         &self,
         goal: Goal,
         planned: plan::Planned,
-        cached: &[u64],
+        sight: &Sight,
         reached: impl FnOnce(&plan::Planned) -> bool,
     ) -> Plan {
         let complete = planned.remaining == 0 && reached(&planned);
-        Plan {
-            uid: self.uid,
-            evicts: (planned.pairs.iter().map(|pair| pair[1]))
-                .filter(|&block| cached[(block / 64) as usize] >> (block % 64) & 1 == 1)
-                .collect(),
-            goal,
-            complete,
-            remaining: planned.remaining,
-            predicted_run: planned.predicted_run,
-            predicted_ratio: planned.predicted_ratio,
-            pairs: planned.pairs,
-        }
+        self.planned(goal, planned.pairs, planned.remaining, complete, sight)
     }
 
-    /// Shows the state at rest to a planner. Also returns the bits of the cached blocks then.
+    /// Shows the state at rest to a planner.
     fn survey<T>(
         &self,
         planner: impl FnOnce(&plan::Snapshot<'_>, &mut dyn Iterator<Item = u32>) -> T,
-    ) -> (T, Vec<u64>) {
+    ) -> (T, Sight) {
         let _rest = self.rest();
         let shared = self.shared();
+        let sight = self.sight(&shared);
+        let planned = planner(&sight.snapshot(), &mut self.oldest(&shared, &sight));
+        (planned, sight)
+    }
+
+    /// What planning reads of the state at rest.
+    pub(super) fn sight(&self, shared: &Shared) -> Sight {
         let mut movable = self.pool.movable_bits();
         self.remove_unsettled(&mut movable);
         self.remove_huge(&mut movable);
@@ -243,27 +361,35 @@ impl Mmu {
         let mut cached = self.pool.evictable_bits();
         let held = self.holds.blocks();
         held.iter().for_each(|&block| set(&mut cached, block, true));
+        let filled = self.holds.of(self.filling_slot());
         // Fenced blocks will be empty when their steps have ended: else the run that a pass has just
         // emptied would look occupied to the next pass.
         let mut soon = vec![0; cached.len()];
         shared
             .fenced_blocks()
             .for_each(|block| set(&mut soon, block, true));
-        let empty = self.pool.empty_bits();
-        let snapshot = plan::Snapshot {
+        Sight {
             num_blocks: self.config.span(),
-            empty: &empty,
-            cached: &cached,
-            movable: &movable,
-            soon: &soon,
-        };
-        let mut oldest = shared
-            .index
-            .oldest()
-            .filter(|&block| self.pool.is_evictable(block))
-            .chain(held);
-        let planned = planner(&snapshot, &mut oldest);
-        (planned, cached)
+            empty: self.pool.empty_bits(),
+            cached,
+            movable,
+            soon,
+            held: held
+                .into_iter()
+                .filter(|block| !filled.contains(block))
+                .collect(),
+        }
+    }
+
+    /// Blocks that are evicted for a move, in their order; held ones go last.
+    pub(super) fn oldest<'a>(
+        &'a self,
+        shared: &'a Shared,
+        sight: &'a Sight,
+    ) -> impl Iterator<Item = u32> + 'a {
+        let evictable = |block: &u32| self.pool.is_evictable(*block);
+        let cached = shared.index.oldest().filter(evictable);
+        cached.chain(sight.held.iter().copied())
     }
 
     /// Blocks of huge pages stay where they are.
@@ -288,6 +414,43 @@ impl Mmu {
             }
         }
     }
+}
+
+/// What planning reads of the state at rest, as bits.
+#[derive(Debug)]
+pub(super) struct Sight {
+    num_blocks: u32,
+    pub(super) empty: Vec<u64>,
+    /// Evictable blocks and held ones.
+    pub(super) cached: Vec<u64>,
+    pub(super) movable: Vec<u64>,
+    soon: Vec<u64>,
+    held: Vec<u32>,
+}
+
+impl Sight {
+    pub(super) fn snapshot(&self) -> plan::Snapshot<'_> {
+        plan::Snapshot {
+            num_blocks: self.num_blocks,
+            empty: &self.empty,
+            cached: &self.cached,
+            movable: &self.movable,
+            soon: &self.soon,
+        }
+    }
+
+    /// Destinations that are cached or held now.
+    fn evicted_by(&self, pairs: &[[u32; 2]]) -> HashSet<u32> {
+        let cached = |block: &u32| self.cached[(block / 64) as usize] >> (block % 64) & 1 == 1;
+        pairs.iter().map(|pair| pair[1]).filter(cached).collect()
+    }
+}
+
+/// Windows of 512 set bits.
+fn whole_windows(bits: &[u64], n: u32) -> u32 {
+    let windows = bits.chunks_exact(8).take((n / WINDOW) as usize);
+    let whole = |window: &&[u64]| window.iter().all(|&word| word == u64::MAX);
+    windows.filter(whole).count() as u32
 }
 
 fn set(bits: &mut [u64], block: u32, on: bool) {

@@ -110,6 +110,12 @@ impl Mmu {
             return true;
         }
         if evict && let Some(slot) = self.holds.holder(block) {
+            if slot == self.filling_slot() {
+                // From the front: the rest stays held.
+                let taken = self.holds.take(slot, block.wrapping_sub(1), 1);
+                self.pool.unstick(taken.clone());
+                return !taken.is_empty();
+            }
             self.drop_hold(slot);
         }
         self.pool.take_exact(block)
@@ -155,6 +161,7 @@ impl Mmu {
         let fence = steps.fence();
         let mut empty = Vec::new();
         let mut moved = 0;
+        let mut touched = Vec::new();
         for m in &begun {
             let word = self.pool.word(m.source);
             let held = word.state() == State::Cached || word.holders() > 0;
@@ -162,19 +169,20 @@ impl Mmu {
                 self.undo(&mut shared, fence, m, &mut empty);
                 count(&self.stats.moves_dropped, 1);
             } else {
-                self.flip(&mut shared, m, word);
+                self.flip(&mut shared, m, word, &mut touched);
                 self.pool.set_stuck(m.source, false);
                 self.let_go(&mut shared, fence, m.source, &mut empty);
                 moved += 1;
             }
         }
+        self.promote_touched(&mut shared, touched);
         count(&self.stats.moves_committed, moved as usize);
         self.pool.give(&empty);
         Ok(moved)
     }
 
     /// The destination becomes what the source was.
-    fn flip(&self, shared: &mut Shared, m: &Move, word: Word) {
+    fn flip(&self, shared: &mut Shared, m: &Move, word: Word, touched: &mut Vec<(u32, u32)>) {
         let &Move {
             source,
             destination,
@@ -185,6 +193,7 @@ impl Mmu {
             let mut sequence = lock(&self.slots[slot as usize]);
             let index = sequence.space.logical_of(at);
             self.remap(shared, slot, &mut sequence, index, (source, destination));
+            touched.push((slot, index));
         }
         self.reverse.transfer(source, destination);
         self.tokens
@@ -205,6 +214,24 @@ impl Mmu {
             }
         }
         self.refresh_stuck(shared, destination);
+    }
+
+    /// Pages that have become consecutive and aligned by moves are mapped as one; what lies behind a
+    /// last block that has moved is held.
+    fn promote_touched(&self, shared: &mut Shared, mut touched: Vec<(u32, u32)>) {
+        touched.sort_unstable();
+        for entries in touched.chunk_by(|a, b| a.0 == b.0) {
+            let slot = entries[0].0;
+            let mut sequence = lock(&self.slots[slot as usize]);
+            let orders = sequence.orders.unwrap_or(self.orders_for(sequence.tokens));
+            let mapped = self.blocks_for(sequence.tokens);
+            for &(_, index) in entries {
+                self.promote_around(shared, &mut sequence, (index, mapped), orders);
+            }
+            if entries.last().is_some_and(|entry| entry.1 + 1 == mapped) {
+                self.hold_behind(slot, sequence.last);
+            }
+        }
     }
 
     /// One move is taken back: the destination is empty again, the source loses the reference.

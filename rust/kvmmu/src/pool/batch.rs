@@ -21,6 +21,7 @@ use std::ops::Range;
 use super::counter::count;
 use super::physical::Physical;
 use super::placement::{End, Zone};
+use crate::sync::Ordering;
 
 /// A run that is long enough to begin with, and the shorter one that is tried next.
 const LONG: [u32; 2] = [64, 16];
@@ -106,6 +107,35 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         }
         room(0)
+    }
+
+    /// Turns reserved blocks into those that are empty in these windows, up to `n`, appended to `out` in
+    /// this order; returns how many.
+    pub(crate) fn take_from_windows(
+        &self,
+        windows: impl Iterator<Item = u32>,
+        n: u32,
+        out: &mut Vec<u32>,
+    ) -> u32 {
+        let mut left = n;
+        let mut runs = Vec::new();
+        for window in windows {
+            if left == 0 {
+                break;
+            }
+            left -= self.fill(1, &(window..window + 1), left, &mut runs);
+        }
+        runs.into_iter().for_each(|run| out.extend(run));
+        n - left
+    }
+
+    /// Empty blocks of a window, by its lines.
+    pub(crate) fn empty_in(&self, window: u32) -> u32 {
+        // Relaxed: whoever claims what it shows acquires then.
+        let ones = |at: usize| self.lines[at].load(Ordering::Relaxed).count_ones();
+        let held: u32 = Self::words_of(window).map(ones).sum();
+        let size = Self::WINDOW.min(self.span - window * Self::WINDOW);
+        size.saturating_sub(held.saturating_sub(Self::WINDOW - size))
     }
 
     /// The lowest run of a length in some windows that can be taken.

@@ -160,6 +160,22 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         }
     }
 
+    /// With `n` blocks reserved: claims as many of them as are empty in these windows, in this order, and
+    /// returns how many. For [`Placement::AddressOrder`].
+    pub(crate) fn take_from_windows(
+        &self,
+        windows: impl Iterator<Item = u32>,
+        n: u32,
+        out: &mut Vec<u32>,
+    ) -> u32 {
+        self.physical.take_from_windows(windows, n, out)
+    }
+
+    /// Empty blocks of a window, those of a home included.
+    pub(crate) fn empty_in(&self, window: u32) -> u32 {
+        self.physical.empty_in(window)
+    }
+
     /// With a window reserved: claims the lowest whole one. For [`Placement::AddressOrder`].
     pub(crate) fn take_window(&self, zone: Zone) -> Option<u32> {
         self.physical.take_window(self.home(), zone)

@@ -5,6 +5,7 @@
 //! | `open` | `open`, `matched_tokens`, `quote` |
 //! | `write` | what `append` and `prepare` share: making the places to write writable (copy-on-write) |
 //! | `place` | where the blocks of a sequence come from: pages, runs, holds |
+//! | `held` | the same in the guarantee mode: windows that are held first |
 //! | `append` | `append` |
 //! | `prepare` | `prepare`, `export`: schedule a batch and write its rows |
 //! | `rows` | the rows themselves: what is already in them, what is to be written |
@@ -23,6 +24,7 @@ mod blocks;
 mod cascade;
 mod close;
 mod fork;
+mod held;
 mod lease;
 mod look;
 mod open;

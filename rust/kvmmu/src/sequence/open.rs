@@ -93,12 +93,21 @@ impl Mmu {
         let blocks = self.checked_blocks(0, tokens.len())?;
         self.check_orders(opening.page_orders)?;
         let (slot, mut sequence) = self.take_slot()?;
+        let regions = if opening.require_huge {
+            blocks / REGION
+        } else {
+            0
+        };
+        let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let opened = self.fill(slot, &mut sequence, blocks, tokens, keys, opening);
         let id = id(sequence.generation, slot);
         match opened {
             Ok(()) => Ok(id),
             Err(error) => {
                 self.give_slot(slot, sequence);
+                if matches!(error, Error::Fragmented { .. }) {
+                    self.want(regions, contiguous);
+                }
                 Err(error)
             }
         }
@@ -208,6 +217,9 @@ impl Mmu {
             self.make_windows(&mut shared, part.regions() + kept);
         }
         self.make_room(&mut shared, part);
+        if self.config.guarantee.is_some() {
+            self.make_held_room(&mut shared, part.n - part.regions() * REGION);
+        }
         let mut fresh = Vec::with_capacity(part.n as usize);
         let placed = self.reserve(&shared, part.n, 0).and_then(|reserved| {
             let mut claim = self.complete(reserved, Some(&mut shared));

@@ -100,6 +100,9 @@ impl Mmu {
         needed: u32,
         shared: &mut Option<MutexGuard<'a, Shared>>,
     ) -> Result<Reserved> {
+        if self.config.guarantee.is_some() && needed > 0 {
+            self.make_held_room(shared.get_or_insert_with(|| self.shared()), needed);
+        }
         if self.pool.reserve(needed) {
             return Ok(Reserved {
                 reserved: needed,
@@ -185,6 +188,9 @@ impl Mmu {
         (zone, fit): (Zone, Fit),
         out: &mut Vec<u32>,
     ) {
+        if self.config.guarantee.is_some() {
+            return self.take_held_first(claim, n, (zone, fit), out);
+        }
         let reserved = n.min(claim.reserved);
         self.pool.take(reserved, zone, fit, out);
         claim.reserved -= reserved;
@@ -314,6 +320,9 @@ impl Mmu {
             return;
         }
         let place = (align, part.start & (align - 1));
+        if self.config.guarantee.is_some() {
+            return self.take_any(claim, n, (zone, Fit::Together), out);
+        }
         match self.pool.take_tail(n, spare, place, zone) {
             Some(first) => self.took(claim, first..first + n, out),
             None => self.take_any(claim, n, (zone, Fit::Together), out),
@@ -335,7 +344,9 @@ impl Mmu {
     }
 
     pub(super) fn has_holds(&self) -> bool {
-        self.config.hold_blocks > 0 && self.config.placement == Placement::AddressOrder
+        self.config.hold_blocks > 0
+            && self.config.placement == Placement::AddressOrder
+            && self.config.guarantee.is_none()
     }
 
     /// Up to `n` blocks that follow `last` directly: out of the hold, or because they are empty.
@@ -362,7 +373,7 @@ impl Mmu {
     }
 
     /// Keeps what is empty behind a sequence for it, if it has no hold there.
-    pub(super) fn hold_behind(&self, slot: u32, last: u32) {
+    pub(crate) fn hold_behind(&self, slot: u32, last: u32) {
         if !self.has_holds() {
             return;
         }
@@ -408,7 +419,7 @@ impl Mmu {
         }
     }
 
-    fn keep(&self, slot: u32, held: Range<u32>) {
+    pub(crate) fn keep(&self, slot: u32, held: Range<u32>) {
         if held.is_empty() {
             return;
         }
@@ -443,7 +454,7 @@ impl Mmu {
 
     /// Sees to it that `n` windows are whole, as far as windows without live blocks make that
     /// possible: those that were used least lately lose their cached blocks.
-    pub(super) fn make_windows(&self, shared: &mut Shared, n: u32) {
+    pub(crate) fn make_windows(&self, shared: &mut Shared, n: u32) {
         if self.config.placement != Placement::AddressOrder {
             return;
         }

@@ -12,6 +12,8 @@
 //! so nothing else needs to be known about a slot's sequence: no ABA, for a word that came back
 //! says that just these blocks are held again.
 //!
+//! The last slot is no sequence's: it has what is left of the window that compaction fills.
+//!
 //! Held blocks are empty: they count as available, and a claim that would otherwise fail breaks the
 //! largest holds. For the pool they are claimed.
 
@@ -77,7 +79,7 @@ impl Holds {
         loop {
             let held = unpack(seen);
             let n = n.min(held.len() as u32);
-            if n == 0 || held.start != last + 1 {
+            if n == 0 || held.start != last.wrapping_add(1) {
                 return 0..0;
             }
             let rest = held.start + n..held.end;

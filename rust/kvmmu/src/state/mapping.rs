@@ -177,6 +177,26 @@ impl Mmu {
         }
     }
 
+    /// Makes larger pages around a logical block, of `mapped` ones, as far as its neighbours have become
+    /// consecutive and aligned.
+    pub(crate) fn promote_around(
+        &self,
+        shared: &mut Shared,
+        sequence: &mut Sequence,
+        (index, mapped): (u32, u32),
+        orders: u32,
+    ) {
+        let space = sequence.space;
+        let (first, end) = (space.virtual_of(sequence.first), space.virtual_of(mapped));
+        let at = space.virtual_of(index);
+        for order in (1..=HUGE).filter(|&order| orders >> order & 1 != 0) {
+            let page = at >> order << order;
+            if page >= first && page + (1 << order) <= end {
+                self.promote_one(shared, sequence, space.logical_of(page), order);
+            }
+        }
+    }
+
     fn promote_one(&self, shared: &mut Shared, sequence: &mut Sequence, index: u32, order: u32) {
         let (space, size) = (sequence.space, 1 << order);
         let first = self.table.block(space, index);

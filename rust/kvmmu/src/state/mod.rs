@@ -57,6 +57,17 @@ pub(crate) struct Move {
     pub(crate) dropped: bool,
 }
 
+/// A window that is being filled with a region of a sequence, by moves.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Filling {
+    pub(crate) slot: u32,
+    pub(crate) generation: u64,
+    /// Of its virtual blocks.
+    pub(crate) region: u32,
+    /// First block of the window.
+    pub(crate) window: u32,
+}
+
 /// What the shared lock guards.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -86,6 +97,12 @@ pub(crate) struct Shared {
     /// Empty between verbs: memory for the pages that one unmaps, which the system would map anew
     /// each time.
     pub(crate) unmapping: Vec<Stretch>,
+    /// What compaction fills; the hold behind the last slot says how far.
+    pub(crate) filling: Option<Filling>,
+    /// The slot at which compaction goes on to look for sequences in many runs.
+    pub(crate) cursor: u32,
+    /// Missed huge pages that compaction has seen to.
+    pub(crate) missed: u64,
 }
 
 impl Shared {
@@ -148,8 +165,13 @@ pub struct Mmu {
     shared: Mutex<Shared>,
     steps: Mutex<Steps>,
     pub(crate) stats: Stats,
+    /// Free windows, and blocks in one run, that somebody was refused for want of; 0: nobody was.
+    pub(crate) wanted_windows: AtomicU32,
+    pub(crate) wanted_run: AtomicU32,
     /// 1 while the default trigger of compaction is on.
     pub(crate) compacting: AtomicU32,
+    /// 1 while its trigger by ratio is.
+    pub(crate) compacting_by_ratio: AtomicU32,
 }
 
 impl Mmu {
@@ -173,7 +195,7 @@ impl Mmu {
             pool: Pool::build(n, reserved, config.placement, small_from, config.anchor)?,
             table: Table::new(config.table_nodes)?,
             reverse: Reverse::new(n, config.page_orders.bits())?,
-            holds: Holds::new(config.max_sequences)?,
+            holds: Holds::new(config.max_sequences + 1)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,
             slots,
             generations: zeroed_u64(config.max_sequences as usize)?,
@@ -199,10 +221,16 @@ impl Mmu {
                 clock: 0,
                 fenced: VecDeque::new(),
                 unmapping: Vec::new(),
+                filling: None,
+                cursor: 0,
+                missed: 0,
             }),
             steps: Mutex::new(Steps::new()),
             stats: Stats::default(),
+            wanted_windows: AtomicU32::new(0),
+            wanted_run: AtomicU32::new(0),
             compacting: AtomicU32::new(0),
+            compacting_by_ratio: AtomicU32::new(0),
             config,
         })
     }
@@ -236,6 +264,13 @@ impl Mmu {
     /// Blocks that so many tokens need.
     pub(crate) fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.config.block_size)
+    }
+
+    /// Takes note that a shape was refused although enough blocks were available.
+    pub(crate) fn want(&self, windows: u32, run: u32) {
+        // Relaxed: a wish for the next pass.
+        self.wanted_windows.fetch_max(windows, Ordering::Relaxed);
+        self.wanted_run.fetch_max(run, Ordering::Relaxed);
     }
 
     // -- locks -------------------------------------------------------------------------------
@@ -438,6 +473,7 @@ impl Mmu {
 
     /// A block becomes the most recently used of the cached ones.
     fn enter_cache(&self, shared: &mut Shared, fence: Option<u64>, block: u32) {
+        count(&self.stats.left_cached, 1);
         match fence {
             Some(step) => {
                 shared.cooling.insert(block, step);

@@ -1,0 +1,223 @@
+//! When blocks move without being asked, and what for.
+//!
+//! What lives here: the default trigger and the stages of one pass. What never lives here: which
+//! moves empty a window, make a huge page or gather a sequence (`windows`, `promote`, `gather`).
+//!
+//! First of all what somebody was refused ([`Error::Fragmented`](crate::Error::Fragmented)) is made. Else a
+//! pass has a budget of moves, and spends it in this order:
+//! 1. windows: once a huge page was missed or free windows are below
+//!    [`Config::windows_below`](crate::Config::windows_below) of what the available blocks could make, until
+//!    they are a little above. Only windows at most half
+//!    full are emptied. In the guarantee mode instead: what is owed;
+//! 2. huge pages: a region of a long sequence that lies in pieces is moved into a free window;
+//! 3. runs: sequences in many runs are gathered, as far as a move saves
+//!    [`Config::gather_least`](crate::Config::gather_least) runs.
+//!
+//! When nothing of this is to be done: the ratio, if the caller set
+//! [`Config::compaction_start`](crate::Config::compaction_start).
+
+use super::measure::{self, WINDOW};
+use super::survey::Sight;
+use super::windows::{Emptied, Held, Lru, Picture};
+use super::{Goal, Plan, gather};
+use crate::state::{Mmu, Shared};
+use crate::sync::{Ordering, lock};
+
+/// Windows with more live blocks are not emptied in the background.
+const MOST_LIVE: u32 = WINDOW / 2;
+/// Sequences in fewer runs are left alone.
+const GATHER_FROM: u32 = 4;
+/// How many sequences a pass looks at to gather one.
+const GATHER_LOOKS: u32 = 4;
+/// The trigger stops when the share of free windows is so much above where it starts.
+const HYSTERESIS: f64 = 0.05;
+
+impl Mmu {
+    /// The default trigger: a plan of at most `budget_blocks` moves, and at most `most`, when memory
+    /// asks for it.
+    pub fn plan_compaction(&self, most: Option<u32>) -> Option<Plan> {
+        let budget = self.config.budget_blocks.min(most.unwrap_or(u32::MAX));
+        let plan = self.for_refused(budget).or_else(|| self.background(budget));
+        plan.or_else(|| self.by_ratio(budget))
+    }
+
+    /// What somebody was refused is made, whatever the trigger says, until it is there or cannot be.
+    fn for_refused(&self, budget: u32) -> Option<Plan> {
+        // Relaxed, all: who is refused right now is seen by the next pass.
+        let run = self.wanted_run.load(Ordering::Relaxed);
+        let windows = self.wanted_windows.load(Ordering::Relaxed);
+        let mut found = None;
+        if run > 0 {
+            found = self.plan_free_run(run, budget).ok();
+            if found.as_ref().is_none_or(|plan| plan.pairs.is_empty()) {
+                self.wanted_run.store(0, Ordering::Relaxed);
+            }
+        } else if windows > 0 {
+            found = self.plan_huge_pages(windows, budget).ok();
+            if found.as_ref().is_none_or(|plan| plan.pairs.is_empty()) {
+                self.wanted_windows.store(0, Ordering::Relaxed);
+            }
+        }
+        found.filter(|plan| !plan.pairs.is_empty())
+    }
+
+    /// Whether a run of `n` blocks is to be had now, by evicting at most.
+    pub fn ready(&self, n: u32) -> bool {
+        self.measure().available.largest >= n
+    }
+
+    fn background(&self, budget: u32) -> Option<Plan> {
+        let _rest = self.rest();
+        let mut shared = self.shared();
+        let sight = self.sight(&shared);
+        let mut picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
+        if let Some(filling) = shared.filling {
+            picture.keep(filling.window / WINDOW);
+        }
+        let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, budget);
+        let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
+        let budget = budget.min(pairs.len() as u32 + self.left_by_guarantee(&picture, &pairs));
+        let mut held = Vec::new();
+        if self.may_fill(&picture) {
+            let left = budget - pairs.len() as u32;
+            held = self.fill_window(&mut shared, &mut picture, left);
+            picture.moved(&held);
+            pairs.extend(&held);
+        }
+        if self.config.gather_least > 0.0 {
+            let left = budget - pairs.len() as u32;
+            pairs.extend(self.gather_some(&mut shared, &mut picture, left));
+        }
+        if pairs.is_empty() {
+            return None;
+        }
+        let complete = remaining == 0;
+        let mut plan = self.planned(Goal::Background, pairs, remaining, complete, &sight);
+        // The window was empty when the state was read.
+        plan.evicts.extend(held.iter().map(|pair| pair[1]));
+        Some(plan)
+    }
+
+    fn make_free_windows(
+        &self,
+        shared: &mut Shared,
+        sight: &Sight,
+        picture: &mut Picture<'_>,
+        budget: u32,
+    ) -> Emptied {
+        // Relaxed: a counter.
+        let missed = self.stats.huge_missed.load(Ordering::Relaxed);
+        if missed > shared.missed {
+            shared.missed = missed;
+            self.compacting.store(1, Ordering::Relaxed);
+        }
+        let mut oldest = self.oldest(shared, sight);
+        match self.config.guarantee {
+            Some(slack) => picture.keep_guarantee(slack, budget, &mut oldest),
+            None => self.more_windows(picture, budget, &mut oldest),
+        }
+    }
+
+    /// Moves that the guarantee leaves for other purposes: frees that were never answered by a move,
+    /// less what is owed and what the next window may cost. So moves never outnumber frees, whatever
+    /// they are for.
+    fn left_by_guarantee(&self, picture: &Picture<'_>, pairs: &[[u32; 2]]) -> u32 {
+        let Some(slack) = self.config.guarantee else {
+            return u32::MAX / 2;
+        };
+        let stats = self.stats();
+        let moves = stats.moves_begun - stats.moves_aborted - stats.moves_dropped;
+        let reserved = moves + pairs.len() as u64 + u64::from(picture.held(slack).owed + WINDOW);
+        let frees = stats.freed_blocks + stats.left_cached;
+        u32::try_from(frees.saturating_sub(reserved)).unwrap_or(u32::MAX / 2)
+    }
+
+    /// A window may be filled: under the guarantee only as long as one more may be held.
+    fn may_fill(&self, picture: &Picture<'_>) -> bool {
+        self.config.guarantee.is_none_or(|slack| {
+            let held = picture.held(slack);
+            held.windows < held.allowed
+        })
+    }
+
+    /// Brings sequences in many runs into fewer, some at a time, each in its turn.
+    fn gather_some(
+        &self,
+        shared: &mut Shared,
+        picture: &mut Picture<'_>,
+        budget: u32,
+    ) -> Vec<[u32; 2]> {
+        let mut pairs = Vec::new();
+        let used = self.used_slots().count() as u32;
+        let mut looks = GATHER_LOOKS;
+        for _ in 0..used {
+            let left = budget - pairs.len() as u32;
+            if left < 2 || looks == 0 {
+                break;
+            }
+            shared.cursor = (shared.cursor + 1) % used;
+            let sequence = lock(&self.slots[shared.cursor as usize]);
+            if !sequence.open || sequence.runs < GATHER_FROM {
+                continue;
+            }
+            looks -= 1;
+            let mut runs = self.runs_of(&sequence, picture);
+            drop(sequence);
+            let least = self.config.gather_least;
+            pairs.extend(gather::gather(picture, &mut runs, left, least, false));
+        }
+        pairs
+    }
+
+    /// Windows at most half full are emptied, while the trigger is on.
+    fn more_windows(&self, picture: &mut Picture<'_>, budget: u32, lru: Lru<'_>) -> Emptied {
+        let possible = picture.available() / WINDOW;
+        let free = picture.free();
+        let wanted = |share: f64| (share * f64::from(possible)).ceil() as u32;
+        let start = self.config.windows_below;
+        let stop = wanted((start + HYSTERESIS).min(1.0));
+        // Relaxed: under the gate.
+        if free < wanted(start) {
+            self.compacting.store(1, Ordering::Relaxed);
+        } else if free >= stop {
+            self.compacting.store(0, Ordering::Relaxed);
+        }
+        if start == 0.0 || self.compacting.load(Ordering::Relaxed) == 0 {
+            return Emptied {
+                pairs: Vec::new(),
+                remaining: 0,
+                free,
+            };
+        }
+        picture.empty_at_most(stop, MOST_LIVE, budget, lru)
+    }
+
+    /// The ratio over available blocks has passed `compaction_start`, until it has fallen below
+    /// `compaction_stop`.
+    fn by_ratio(&self, budget: u32) -> Option<Plan> {
+        let start = self.config.compaction_start?;
+        let ratio = {
+            let _rest = self.rest();
+            let longest = measure::longest(&self.pool.available_bits(), self.config.span());
+            measure::ratio(longest.largest, longest.total)
+        };
+        if ratio > start {
+            self.compacting_by_ratio.store(1, Ordering::Relaxed);
+        } else if ratio < self.config.compaction_stop {
+            self.compacting_by_ratio.store(0, Ordering::Relaxed);
+        }
+        if self.compacting_by_ratio.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let plan = self.below(self.config.compaction_stop, budget);
+        (!plan.pairs.is_empty()).then_some(plan)
+    }
+
+    /// How the windows that are held stand against the bound of the guarantee, with `slack` windows
+    /// more.
+    pub fn held_windows(&self, slack: u32) -> Held {
+        let _rest = self.rest();
+        let sight = self.sight(&self.shared());
+        Picture::new(sight.snapshot(), WINDOW, self.middle()).held(slack)
+    }
+}

@@ -1,0 +1,220 @@
+//! Which blocks of one sequence to move so that it lies in fewer runs.
+//!
+//! Here live plans for one sequence: its runs and a picture of the pool in, pairs of source and
+//! destination out. Never here: which sequence, page tables.
+//!
+//! # Algorithm
+//! Greedy, best runs saved a moved block first. A group of consecutive runs (in the order of the
+//! sequence) is moved as a whole, if it is no longer than what is left of the budget, to
+//! - empty blocks directly behind the run before it, or directly before the run behind it: it saves as
+//!   many runs as it has;
+//! - one empty run elsewhere, in a window with live blocks (or in a free one that may be opened): it
+//!   saves one less.
+//!
+//! Nothing of others moves: emptying windows makes the room. Pieces are never moved twice in a pass, so
+//! each pass takes the moves that it needs and no more; a pass begins where the last one left off,
+//! since what it gathered is a run now, with empty blocks behind it.
+
+use super::windows::Picture;
+
+/// Consecutive blocks of a sequence that lie together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Its first virtual block.
+    pub at: u32,
+    /// Its first physical block.
+    pub block: u32,
+    /// Blocks.
+    pub len: u32,
+    /// Whether all of them may move.
+    pub movable: bool,
+}
+
+impl Run {
+    fn end(&self) -> u32 {
+        self.block + self.len
+    }
+}
+
+/// The runs of blocks that are mapped from a virtual block on.
+pub fn runs(at: u32, blocks: &[u32], movable: impl Fn(u32) -> bool) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for (at, &block) in (at..).zip(blocks) {
+        match runs.last_mut() {
+            Some(run) if run.end() == block => {
+                run.len += 1;
+                run.movable &= movable(block);
+            }
+            _ => runs.push(Run {
+                at,
+                block,
+                len: 1,
+                movable: movable(block),
+            }),
+        }
+    }
+    runs
+}
+
+/// Where a group of runs goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Behind,
+    Before,
+    Elsewhere,
+}
+
+/// A group of runs to move, `runs[first..=last]`.
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    first: usize,
+    last: usize,
+    blocks: u32,
+    saved: u32,
+    place: Place,
+}
+
+impl Candidate {
+    fn is_better(&self, other: &Option<Candidate>) -> bool {
+        let Some(other) = other else { return true };
+        let (mine, theirs) = (
+            u64::from(self.saved) * u64::from(other.blocks),
+            u64::from(other.saved) * u64::from(self.blocks),
+        );
+        (mine, self.blocks) > (theirs, other.blocks)
+    }
+}
+
+/// Moves, at most `budget`, that bring a sequence into fewer runs, as long as each saves at least
+/// `least` runs a block. `open`: free groups may be opened.
+pub fn gather(
+    picture: &mut Picture<'_>,
+    runs: &mut Vec<Run>,
+    budget: u32,
+    least: f64,
+    open: bool,
+) -> Vec<[u32; 2]> {
+    let mut pairs = Vec::new();
+    picture.sort_targets();
+    let mut most = budget;
+    while (pairs.len() as u32) < budget && runs.len() > 1 {
+        let left = budget - pairs.len() as u32;
+        let Some(best) = best(picture, runs, left, most.min(left)) else {
+            break;
+        };
+        if f64::from(best.saved) < least * f64::from(best.blocks) {
+            break;
+        }
+        let Some(to) = place(picture, runs, &best, open) else {
+            // No run is that long: a shorter group may find room.
+            most = best.blocks / 2;
+            if most < 2 {
+                break;
+            }
+            continue;
+        };
+        let sources = runs[best.first..=best.last].iter();
+        let sources = sources.flat_map(|run| run.block..run.end());
+        let moved: Vec<[u32; 2]> = sources.zip(to..).map(|(from, to)| [from, to]).collect();
+        picture.moved(&moved);
+        pairs.extend(&moved);
+        let at = runs[best.first].at;
+        let merged = Run {
+            at,
+            block: to,
+            len: best.blocks,
+            // It stays where it is for this pass.
+            movable: false,
+        };
+        runs.splice(best.first..=best.last, [merged]);
+        join(runs, best.first);
+    }
+    pairs
+}
+
+/// Makes one run of what lies together around `at`.
+fn join(runs: &mut Vec<Run>, at: usize) {
+    for i in [at + 1, at] {
+        if i > 0 && i < runs.len() && runs[i - 1].end() == runs[i].block {
+            let run = runs.remove(i);
+            runs[i - 1].len += run.len;
+            runs[i - 1].movable &= run.movable;
+        }
+    }
+}
+
+fn best(picture: &Picture<'_>, runs: &[Run], left: u32, elsewhere: u32) -> Option<Candidate> {
+    let mut best: Option<Candidate> = None;
+    for first in 0..runs.len() {
+        if !runs[first].movable || runs[first].len > left {
+            continue;
+        }
+        let behind = match first {
+            0 => 0,
+            _ => picture.empty_from(runs[first - 1].end(), left),
+        };
+        let mut blocks = 0;
+        for last in first..runs.len() {
+            if !runs[last].movable || blocks + runs[last].len > left {
+                break;
+            }
+            blocks += runs[last].len;
+            let n = (last - first) as u32;
+            let mut consider = |saved, place| {
+                let candidate = Candidate {
+                    first,
+                    last,
+                    blocks,
+                    saved,
+                    place,
+                };
+                if saved > 0 && candidate.is_better(&best) {
+                    best = Some(candidate);
+                }
+            };
+            if blocks <= behind {
+                consider(n + 1, Place::Behind);
+            }
+            if let Some(next) = runs.get(last + 1)
+                && picture.empty_before(next.block, blocks)
+            {
+                consider(n + 1, Place::Before);
+            }
+            if blocks <= elsewhere {
+                consider(n, Place::Elsewhere);
+            }
+        }
+        // As good as it gets: a run saved by every move.
+        if best.is_some_and(|best| best.saved >= best.blocks && best.blocks == left) {
+            break;
+        }
+    }
+    best
+}
+
+fn place(
+    picture: &mut Picture<'_>,
+    runs: &[Run],
+    candidate: &Candidate,
+    open: bool,
+) -> Option<u32> {
+    let n = candidate.blocks;
+    let first = &runs[candidate.first];
+    match candidate.place {
+        Place::Behind => Some(runs[candidate.first - 1].end()),
+        Place::Before => Some(runs[candidate.last + 1].block - n),
+        Place::Elsewhere => {
+            let found = picture.take_run(n, first.at);
+            if found.is_some() || !open || !picture.open_group() {
+                return found;
+            }
+            picture.take_run(n, first.at)
+        }
+    }
+}
+
+/// Blocks in runs other than the longest: what would have to move at most.
+pub fn scattered(runs: &[Run]) -> u32 {
+    let total: u32 = runs.iter().map(|run| run.len).sum();
+    total - runs.iter().map(|run| run.len).max().unwrap_or(0)
+}
