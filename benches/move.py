@@ -53,7 +53,8 @@ def rows(bench: Bench) -> Iterator[Row]:
     firsts = 8 * rng.permutation(POOL // 8)[: 2 * BLOCKS // 8].astype(np.uint32)
     runs = (firsts[:, None] + np.arange(8, dtype=np.uint32)).reshape(2, BLOCKS)
     in_runs = np.ascontiguousarray(runs.T)
-    one_run = np.array([np.arange(BLOCKS), POOL // 2 + np.arange(BLOCKS)], np.uint32).T.copy()
+    first = np.arange(BLOCKS, dtype=np.uint32)
+    one_run = np.stack([first, first + np.uint32(POOL // 2)], axis=1)
     source, destination = huge_pages(BYTES), huge_pages(BYTES)
     listed = [(int(source), int(destination)) for source, destination in scattered]
 

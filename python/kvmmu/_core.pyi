@@ -28,6 +28,8 @@ __all__ = [
     "cpu_features",
     "kernel_names",
     "kernel_source",
+    "page_bytes",
+    "release_pages",
 ]
 
 __version__: str
