@@ -52,9 +52,9 @@ def rows(bench: Bench) -> Iterator[Row]:
     scattered = np.ascontiguousarray(chosen.reshape(2, BLOCKS).T)
     firsts = 8 * rng.permutation(POOL // 8)[: 2 * BLOCKS // 8].astype(np.uint32)
     runs = (firsts[:, None] + np.arange(8, dtype=np.uint32)).reshape(2, BLOCKS)
-    in_runs = np.ascontiguousarray(runs.T)
+    in_runs = np.ascontiguousarray(runs.T, dtype=np.uint32)
     first = np.arange(BLOCKS, dtype=np.uint32)
-    one_run = np.stack([first, first + np.uint32(POOL // 2)], axis=1)
+    one_run = np.stack([first, first + POOL // 2], axis=1).astype(np.uint32)
     source, destination = huge_pages(BYTES), huge_pages(BYTES)
     listed = [(int(source), int(destination)) for source, destination in scattered]
 
