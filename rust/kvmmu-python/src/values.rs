@@ -129,6 +129,7 @@ impl Quote {
             kvmmu::When::Now => "now",
             kvmmu::When::Moves => "moves",
             kvmmu::When::Frees => "frees",
+            kvmmu::When::Grows => "grows",
             kvmmu::When::Never => "never",
         }
     }

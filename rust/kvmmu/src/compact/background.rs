@@ -184,12 +184,7 @@ impl Mmu {
     }
 
     /// Windows at most half full are emptied, while the trigger is on.
-    fn more_windows(
-        &self,
-        picture: &mut Picture<'_>,
-        budget: u32,
-        lore: &mut Lore<'_>,
-    ) -> Emptied {
+    fn more_windows(&self, picture: &mut Picture<'_>, budget: u32, lore: &mut Lore<'_>) -> Emptied {
         let possible = picture.available() / WINDOW;
         let free = picture.free();
         let wanted = |share: f64| (share * f64::from(possible)).ceil() as u32;
@@ -208,7 +203,11 @@ impl Mmu {
                 free,
             };
         }
-        let finest = if self.compacting.load(Ordering::Relaxed) == MISSED { 1 } else { FINEST };
+        let finest = if self.compacting.load(Ordering::Relaxed) == MISSED {
+            1
+        } else {
+            FINEST
+        };
         picture.empty_at_most(stop, (MOST_LIVE, finest), budget, lore)
     }
 

@@ -145,7 +145,7 @@ impl Pool {
     pub fn refusal(&self, needed: u32) -> Error {
         let runs = self.runs();
         let (needed, available) = (u64::from(needed), u64::from(runs.total));
-        let num_blocks = u64::from(self.num_blocks());
+        let num_blocks = u64::from(self.num_blocks() - self.states().offline);
         if available < needed {
             return Error::OutOfBlocks {
                 needed,
@@ -215,7 +215,7 @@ impl Mmu {
 
     /// Why no moves reach a goal, as an error of the manager.
     pub(super) fn impossible(&self, impossible: plan::Impossible) -> Error {
-        let num_blocks = u64::from(self.config.num_blocks);
+        let num_blocks = u64::from(self.online());
         let fragmented = |needed: u64, largest_run: u64| Error::Fragmented {
             needed,
             largest_run,
@@ -421,7 +421,10 @@ impl Mmu {
             cached,
             movable,
             soon,
-            held: held.into_iter().filter(|block| !filled.contains(block)).collect(),
+            held: held
+                .into_iter()
+                .filter(|block| !filled.contains(block))
+                .collect(),
         }
     }
 
@@ -480,7 +483,9 @@ impl Neighbours for Mapped<'_> {
         let table = &self.mmu.table;
         let before = (index > sequence.first).then(|| table.block(space, index - 1));
         let blocks = table.blocks(space, index, mapped.min(index + most));
-        let together = (block..).zip(&blocks).take_while(|&(at, &block)| at == block);
+        let together = (block..)
+            .zip(&blocks)
+            .take_while(|&(at, &block)| at == block);
         let len = together.count() as u32;
         let ends = index + len == mapped && self.mmu.has_holds();
         Together {

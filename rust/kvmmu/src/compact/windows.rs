@@ -291,7 +291,8 @@ impl<'a> Picture<'a> {
                     true => self.cut(start, left),
                     false => together.len,
                 };
-                stop = n == 0 || !self.move_run(start..start + n, together, finest, &mut pairs, lore);
+                stop =
+                    n == 0 || !self.move_run(start..start + n, together, finest, &mut pairs, lore);
                 if stop {
                     break;
                 }
@@ -491,10 +492,7 @@ impl<'a> Picture<'a> {
         let group = first / self.size;
         let end = self.s.num_blocks.min((group + 1).saturating_mul(self.size));
         let end = end.min(first.saturating_add(most));
-        if first >= end
-            || self.groups[group as usize].is_free()
-            || self.emptying[group as usize]
-        {
+        if first >= end || self.groups[group as usize].is_free() || self.emptying[group as usize] {
             return 0;
         }
         next_run(&self.empty, first..end).map_or(0, |run| match run.start == first {
