@@ -78,17 +78,24 @@ impl Mmu {
         if let Some(filling) = shared.filling {
             picture.keep(filling.window / WINDOW);
         }
-        let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, budget);
+        // A window that is half filled is of use to nobody, so it comes first.
+        let mut held = Vec::new();
+        if shared.filling.is_some() {
+            let most = budget.min(self.left_by_guarantee(&picture, 0));
+            held = self.continue_window(&mut shared, &picture, most);
+            picture.moved(&held);
+        }
+        let left = budget - held.len() as u32;
+        let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, left);
         let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
         let windows = pairs.len();
-        let budget = budget.min(pairs.len() as u32 + self.left_by_guarantee(&picture, &pairs));
-        let mut held = Vec::new();
-        if self.may_fill(&picture) {
-            let left = budget - pairs.len() as u32;
-            held = self.fill_window(&mut shared, &mut picture, left);
+        let spent = (windows + held.len()) as u32;
+        let budget = budget.min(spent + self.left_by_guarantee(&picture, spent));
+        if held.is_empty() && self.may_fill(&picture) {
+            held = self.start_window(&mut shared, &mut picture, budget - spent);
             picture.moved(&held);
-            pairs.extend(&held);
         }
+        pairs.extend(&held);
         if self.config.gather_least > 0.0 {
             let left = budget - pairs.len() as u32;
             pairs.extend(self.gather_some(&mut shared, &mut picture, left));
@@ -123,7 +130,10 @@ impl Mmu {
             neighbours: &self.neighbours(shared),
         };
         match self.config.guarantee {
-            Some(slack) => picture.keep_guarantee(slack, budget, &mut lore),
+            Some(slack) => {
+                let most = u32::try_from(self.unanswered_frees()).unwrap_or(u32::MAX);
+                picture.keep_guarantee(slack, budget.min(most), &mut lore)
+            }
             None => self.more_windows(picture, budget, &mut lore),
         }
     }
@@ -131,15 +141,20 @@ impl Mmu {
     /// Moves that the guarantee leaves for other purposes: frees that were never answered by a move,
     /// less what is owed and what the next window may cost. So moves never outnumber frees, whatever
     /// they are for.
-    fn left_by_guarantee(&self, picture: &Picture<'_>, pairs: &[[u32; 2]]) -> u32 {
+    fn left_by_guarantee(&self, picture: &Picture<'_>, planned: u32) -> u32 {
         let Some(slack) = self.config.guarantee else {
             return u32::MAX / 2;
         };
+        let reserved = u64::from(planned + picture.held(slack).owed + WINDOW);
+        let left = self.unanswered_frees().saturating_sub(reserved);
+        u32::try_from(left).unwrap_or(u32::MAX / 2)
+    }
+
+    /// Frees less moves.
+    fn unanswered_frees(&self) -> u64 {
         let stats = self.stats();
         let moves = stats.moves_begun - stats.moves_aborted - stats.moves_dropped;
-        let reserved = moves + pairs.len() as u64 + u64::from(picture.held(slack).owed + WINDOW);
-        let frees = stats.freed_blocks + stats.left_cached;
-        u32::try_from(frees.saturating_sub(reserved)).unwrap_or(u32::MAX / 2)
+        (stats.freed_blocks + stats.left_cached).saturating_sub(moves)
     }
 
     /// A window may be filled: under the guarantee only as long as one more may be held.
