@@ -23,8 +23,9 @@ use super::{Goal, Plan, gather};
 use crate::state::{Mmu, Shared};
 use crate::sync::{Ordering, lock};
 
-/// Windows with more live blocks are not emptied in the background.
+/// Windows with more live blocks are not emptied in the background, and when a huge page was missed.
 const MOST_LIVE: u32 = WINDOW / 2;
+const MOST_LIVE_MISSED: u32 = WINDOW * 7 / 8;
 /// Where no huge page was missed, what belongs together is not cut into smaller pieces.
 const FINEST: u32 = 8;
 /// The trigger is on because a huge page was missed.
@@ -218,12 +219,11 @@ impl Mmu {
                 free,
             };
         }
-        let finest = if self.compacting.load(Ordering::Relaxed) == MISSED {
-            1
-        } else {
-            FINEST
+        let most = match self.compacting.load(Ordering::Relaxed) == MISSED {
+            true => (MOST_LIVE_MISSED, 1 << self.middle()),
+            false => (MOST_LIVE, FINEST),
         };
-        picture.empty_at_most(stop, (MOST_LIVE, finest), budget, lore)
+        picture.empty_at_most(stop, most, budget, lore)
     }
 
     /// The ratio over available blocks has passed `compaction_start`, until it has fallen below
