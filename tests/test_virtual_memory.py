@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kvmmu import MMU, Fragmented, InvalidConfig, LimitExceeded, OutOfBlocks
+from kvmmu import (
+    MMU,
+    CPUMover,
+    Fragmented,
+    InvalidConfig,
+    LimitExceeded,
+    OutOfBlocks,
+    Storage,
+)
 
 from .small import SmallPool
 
@@ -504,20 +512,100 @@ def test_a_sliding_window_of_1000_steps_keeps_its_blocks_bounded(caching: bool) 
     assert pool.state("empty") == 300
 
 
-def fixed_tables(mmu: MMU, rows: int, width: int) -> Any:
-    return mmu.register_tables(
-        np.zeros((rows, width), np.int32),
-        np.zeros(rows, np.int32),
-        np.zeros(rows * 64, np.int64),
-        np.zeros(rows + 1, np.int32),
-    )
+class Contents:
+    """What each position of each sequence should hold, and the memory under it: values that depend
+    on all tokens up to a position, kept as they grow, for runs of thousands of steps."""
+
+    def __init__(self, mmu: MMU, rows: int, width: int) -> None:
+        self.mmu = mmu
+        self.memory = np.zeros((mmu.num_blocks + 1, mmu.block_size), np.uint64)
+        self.mover = CPUMover(Storage.from_numpy([self.memory]))
+        self.tables = mmu.register_tables(
+            np.zeros((rows, width), np.int32),
+            np.zeros(rows, np.int32),
+            np.zeros(rows * width * mmu.block_size, np.int64),
+            np.zeros(rows + 1, np.int32),
+        )
+        self.values: dict[int, list[int]] = {}
+
+    def extend(self, sequence: int, tokens: npt.NDArray[np.int32]) -> None:
+        values = self.values[sequence]
+        value = values[-1] if values else 1
+        for token in tokens.tolist():
+            value = (value ^ (token + 1)) * 0xBF58_476D_1CE4_E5B9 % 2**64
+            value ^= value >> 31
+            values.append(value)
+
+    def open(self, tokens: npt.NDArray[np.int32]) -> int:
+        sequence = self.mmu.open(tokens)
+        self.values[sequence] = []
+        self.extend(sequence, tokens)
+        self.write([sequence])
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        child = self.mmu.fork(sequence)
+        self.values[child] = list(self.values[sequence])
+        return child
+
+    def append(self, sequence: int, tokens: npt.NDArray[np.int32]) -> None:
+        self.mover.move(self.mmu.append(sequence, tokens))
+        self.extend(sequence, tokens)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.mmu.truncate(sequence, length)
+        del self.values[sequence][length:]
+
+    def close(self, sequence: int) -> None:
+        self.mmu.close(sequence)
+        del self.values[sequence]
+
+    def write(
+        self, sequences: list[int], new_tokens: list[npt.NDArray[np.int32]] | None = None
+    ) -> None:
+        """Schedules what each lacks, ``new_tokens`` behind its end among it, and writes that."""
+        infos = [self.mmu.info(sequence) for sequence in sequences]
+        for sequence, tokens in zip(sequences, new_tokens or [], strict=new_tokens is not None):
+            self.extend(sequence, tokens)
+        done = [info.num_scheduled for info in infos]
+        lens = [len(self.values[s]) - n for s, n in zip(sequences, done, strict=True)]
+        step = self.mmu.begin_step()
+        copies = self.mmu.prepare(
+            step,
+            np.array(sequences, np.int64),
+            self.tables,
+            query_lens=np.array(lens, np.int32),
+            new_tokens=None if new_tokens is None else np.concatenate(new_tokens),
+        )
+        self.mover.move(copies)
+        slots = self.tables.slot_mapping[: self.tables.num_tokens]
+        written = [self.values[s][n:] for s, n in zip(sequences, done, strict=True)]
+        self.memory.reshape(-1)[slots] = np.array(sum(written, []), np.uint64)
+        self.mmu.written(step)
+        self.mmu.end_step(step)
+
+    def check(self) -> None:
+        """Every open sequence reads its own bytes through its exported row."""
+        sequences = sorted(self.values)
+        self.mmu.export(np.array(sequences, np.int64), self.tables)
+        self.mmu.validate(self.tables)
+        for row, sequence in enumerate(sequences):
+            positions = np.arange(self.mmu.info(sequence).num_written)
+            blocks = self.tables.block_table[row][positions // self.mmu.block_size]
+            found = self.memory[blocks, positions % self.mmu.block_size]
+            expected = np.array(self.values[sequence][: len(positions)], np.uint64)
+            np.testing.assert_array_equal(found, expected)
+
+    def clean(self) -> None:
+        """Closes everything and drops the cache."""
+        for sequence in list(self.values):
+            self.close(sequence)
+        self.mmu.evict(self.mmu.num_blocks)
 
 
-def clean(mmu: MMU) -> None:
-    """Closes everything and drops the cache."""
-    for sequence in mmu.sequences().tolist():
-        mmu.close(sequence)
-    mmu.evict(mmu.num_blocks)
+def three(r: np.random.Generator, count: int) -> npt.NDArray[np.int32]:
+    """Tokens of three kinds, so that prompts often begin alike."""
+    return r.integers(0, 3, count).astype(np.int32)
 
 
 @pytest.mark.parametrize("orders", [(0,), (0, 2, 9)])
@@ -525,58 +613,34 @@ def test_speculative_decoding_does_not_drift(orders: tuple[int, ...]) -> None:
     """10,000 steps: guesses are appended and scheduled, and those that are wrong are cut off."""
     r = np.random.default_rng(5)
     mmu = MMU(2048, 4, **{**MIXED, "page_orders": orders})
-    mmu.close(mmu.open(ints(0, 1)))  # the upper levels of the table stay
-    clean(mmu)
+    cache = Contents(mmu, 4, 1024)
+    cache.open(ints(0, 1))  # the upper levels of the table stay
+    cache.clean()
     beginning, nodes = mmu.states(), mmu.measure().table_nodes
-    tables = fixed_tables(mmu, 4, 1024)
+    tables = cache.tables
     pointers = [tables.block_table.ctypes.data, tables.slot_mapping.ctypes.data]
-    open_now: list[int] = []
+    found = 0
+    prompt = three(r, 1)
     for step in range(10_000):
-        while len(open_now) < 4:
-            length = int(r.integers(1, 900))
-            open_now.append(mmu.open(r.integers(0, 3, length).astype(np.int32)))
-            number = mmu.begin_step()
-            width = (
-                mmu.register_tables(
-                    np.zeros((1, 1024), np.int32),
-                    np.zeros(1, np.int32),
-                    np.zeros(4096, np.int64),
-                    np.zeros(2, np.int32),
-                )
-                if length > 4 * 64
-                else tables
-            )
-            left = length - mmu.info(open_now[-1]).num_scheduled
-            mmu.prepare(
-                number,
-                np.array(open_now[-1:], np.int64),
-                width,
-                query_lens=np.array([left], np.int32),
-            )
-            mmu.written(number)
-            mmu.end_step(number)
-        guesses = r.integers(1, 8, 4).astype(np.int32)
-        number = mmu.begin_step()
-        mmu.prepare(
-            number,
-            np.array(open_now, np.int64),
-            tables,
-            query_lens=guesses,
-            new_tokens=r.integers(0, 3, int(guesses.sum())).astype(np.int32),
-        )
-        mmu.written(number)
-        mmu.end_step(number)
-        for sequence, count in zip(open_now, guesses.tolist(), strict=True):
+        while len(cache.values) < 4:
+            alike = prompt[: int(r.integers(len(prompt) + 1))]
+            prompt = np.concatenate([alike, three(r, int(r.integers(1, 450)))])[:900]
+            sequence = cache.open(prompt)
+            found += mmu.info(sequence).num_cached_tokens
+        running = list(cache.values)
+        guesses = [three(r, n) for n in r.integers(1, 8, 4).tolist()]
+        cache.write(running, guesses)
+        for sequence, guess in zip(running, guesses, strict=True):
             length = mmu.info(sequence).num_tokens
-            mmu.truncate(sequence, length - int(r.integers(0, count)))
+            cache.truncate(sequence, length - int(r.integers(0, len(guess))))
             assert mmu.info(sequence).num_blocks == -(-mmu.info(sequence).num_tokens // 4)
+        if step % 100 == 0:
+            cache.check()
         if r.random() < 0.05:
-            mmu.close(open_now.pop(int(r.integers(4))))
-        if step % 500 == 0:
-            mmu.export(np.array(open_now, np.int64), tables)
-            mmu.validate(tables)
+            cache.close(running[int(r.integers(4))])
+    assert found > 10_000, "prompts shared blocks that were cut behind and written again"
     assert pointers == [tables.block_table.ctypes.data, tables.slot_mapping.ctypes.data]
-    clean(mmu)
+    cache.clean()
     mmu.validate()
     assert (mmu.states(), mmu.measure().table_nodes) == (beginning, nodes)
 
@@ -586,37 +650,40 @@ def test_beam_search_does_not_drift(orders: tuple[int, ...]) -> None:
     """10,000 steps of four beams: each step some end and others take their places."""
     r = np.random.default_rng(6)
     mmu = MMU(2048, 4, max_sequences=16, **{**MIXED, "page_orders": orders})
-    mmu.close(mmu.open(ints(0, 1)))  # the upper levels of the table stay
-    clean(mmu)
+    cache = Contents(mmu, 4, 1024)
+    cache.open(ints(0, 1))  # the upper levels of the table stay
+    cache.clean()
     beginning, nodes = mmu.states(), mmu.measure().table_nodes
-    tables = fixed_tables(mmu, 4, 1024)
     beams: list[int] = []
     for step in range(10_000):
         if not beams:
-            beams = [mmu.open(r.integers(0, 3, 2047 - int(r.integers(0, 9))).astype(np.int32))]
-            beams += [mmu.fork(beams[0]) for _ in range(3)]
+            beams = [cache.open(three(r, 2047 - int(r.integers(0, 9))))]
+            beams += [cache.fork(beams[0]) for _ in range(3)]
         order = r.integers(0, 4, 4)
         kept = sorted(set(order.tolist()))
         chosen = [beams[at] for at in kept]
         for at in set(range(4)) - set(kept):
-            mmu.close(beams[at])
+            cache.close(beams[at])
         for at in order.tolist():
             if at in kept:
                 kept.remove(at)
             else:
-                chosen.append(mmu.fork(beams[at]))
+                chosen.append(cache.fork(beams[at]))
         beams = chosen
-        for beam in beams:
-            mmu.append(beam, r.integers(0, 3, 1).astype(np.int32))
-        if step % 500 == 0:
-            mmu.export(np.array(beams, np.int64), tables)
-            mmu.validate(tables)
+        if step % 2:  # both ways to grow
+            cache.write(beams, [three(r, 1) for _ in beams])
+        else:
+            for beam in beams:
+                cache.append(beam, three(r, 1))
+            cache.write(beams)
+        if step % 100 == 0:
+            cache.check()
         if r.random() < 0.01:
             for beam in beams:
-                mmu.close(beam)
+                cache.close(beam)
             beams = []
     assert mmu.stats()["copied_on_write"] > 1000
-    clean(mmu)
+    cache.clean()
     mmu.validate()
     assert (mmu.states(), mmu.measure().table_nodes) == (beginning, nodes)
 
