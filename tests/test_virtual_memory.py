@@ -6,6 +6,7 @@ each story, and everything is recounted. ``machine.py`` does the same at random.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvmmu import (
     LimitExceeded,
     OutOfBlocks,
     Storage,
+    run_plan,
 )
 
 from .small import SmallPool
@@ -217,6 +219,133 @@ def test_a_contiguous_start_longer_than_the_prompt_is_the_whole_prompt() -> None
     pool = mixed(2048)
     sequence = pool.alloc(1300, contiguous=2000)
     assert pool.mmu.info(sequence).num_runs == 1
+    pool.check()
+
+
+def test_a_contiguous_start_asks_for_no_huge_pages_behind_it() -> None:
+    """What is required is the run; that the rest finds no whole window refuses nobody."""
+    pool = mixed(2048, hold_blocks=0, anchor=0.0)
+    kept = [pool.alloc(HUGE) for _ in range(4)]
+    for sequence in kept:
+        pool.truncate(sequence, 1)
+    pool.mmu.evict(2048)
+    sequence = pool.alloc(1100, contiguous=300)
+    blocks = pool.blocks(sequence)
+    assert blocks[:300] == [*range(blocks[0], blocks[0] + 300)]
+    pool.check()
+
+
+def test_cached_blocks_make_room_for_a_contiguous_start() -> None:
+    pool = mixed(1024, hold_blocks=0, anchor=0.0)
+    cached = [pool.alloc(64, page_orders=(0,)) for _ in range(16)]
+    pool.free(*cached[::3], *cached[1::3])
+    assert pool.state("empty") == 0
+    sequence = pool.alloc(128, contiguous=128)
+    assert pool.mmu.info(sequence).num_runs == 1
+    pool.check()
+
+
+def answer(pool: SmallPool, tokens: list[int], **keys: Any) -> tuple[str, int | None]:
+    """What ``quote`` says, held against what ``open`` then does: the sequence, if it was opened."""
+
+    def seen() -> Any:
+        states, *rest = pool.snapshot()
+        return {name: n for name, n in states.items() if name != "held"}, rest
+
+    before = pool.snapshot()
+    quote = pool.mmu.quote(np.array(tokens, np.int32), **keys)
+    assert pool.snapshot() == before
+    before = seen()
+    try:
+        sequence = pool.open(tokens, **keys)
+    except (OutOfBlocks, LimitExceeded):
+        assert quote.when in ("frees", "never")
+        assert seen() == before, "holds may have been broken, no more"
+        return quote.when, None
+    assert quote.when == "now"
+    info = pool.mmu.info(sequence)
+    assert quote.num_cached_tokens == info.num_cached_tokens
+    assert quote.needed == info.num_blocks - info.num_cached_tokens // pool.block_size
+    return quote.when, sequence
+
+
+def test_quote_says_whether_a_required_shape_is_to_be_had_now() -> None:
+    pool = mixed(2048, hold_blocks=0)
+    kept = [pool.alloc(HUGE) for _ in range(4)]
+    pool.truncate(kept[0], 1)  # its other 511 blocks stay cached
+    huge = {"require": "huge"}
+    assert answer(pool, pool.fresh(512), **huge) == ("frees", None)
+    assert answer(pool, pool.fresh(300), contiguous=400)[0] == "now"
+    assert answer(pool, pool.fresh(300), contiguous=400) == ("frees", None)
+    pool.free(kept[1])  # a window of cached blocks only
+    when, one = answer(pool, pool.fresh(600), **huge)
+    assert (when, pool.mmu.info(one or 0).pages[9]) == ("now", 1)
+    assert answer(pool, pool.fresh(512), **huge) == ("frees", None)
+    pool.write(one or 0)
+    pool.check()
+
+
+def test_quote_knows_that_a_cached_prefix_keeps_its_window() -> None:
+    pool = mixed(1024, hold_blocks=0, anchor=0.0)
+    prompt = pool.fresh(513)
+    pool.free(pool.alloc(prompt))
+    other = pool.alloc(1)
+    # One window has the cached page that matches, the other has somebody in it.
+    longer = [*prompt[:512], *pool.fresh(512)]
+    assert answer(pool, longer, require="huge") == ("frees", None)
+    when, one = answer(pool, [*prompt[:512], *pool.fresh(100)], require="huge")
+    assert when == "now" and one is not None
+    pool.free(other, one)
+    assert answer(pool, pool.fresh(512), require="huge")[0] == "now"
+
+
+def test_quote_says_never_where_no_such_pool_has_the_shape() -> None:
+    huge: dict[str, Any] = {"require": "huge"}
+    assert answer(mixed(1023), list(range(1023)), **huge)[0] == "now", "one complete region"
+    spoilt = MMU(1024, 1, null_block="first")  # the null block lies in the first of two windows
+    assert spoilt.quote(ints(0, 600), require="huge").when == "now"
+    assert spoilt.quote(ints(0, 1024), require="huge").when == "never"
+    with pytest.raises(Fragmented):
+        spoilt.open(ints(0, 1024), require="huge")
+    spoilt.open(ints(0, 600), require="huge")
+    for config in ({"page_orders": (0, 2)}, {"placement": "fifo"}, {"placement": "scatter"}):
+        pool = mixed(2048, **config)
+        assert answer(pool, pool.fresh(512), **huge) == ("never", None)
+        assert answer(pool, pool.fresh(511), **huge)[0] == "now", "it has no complete region"
+    fifo = mixed(64, placement="fifo")
+    assert answer(fifo, fifo.fresh(9), contiguous=2) == ("never", None)
+    assert answer(fifo, fifo.fresh(9), contiguous=1)[0] == "now"
+    assert answer(mixed(64), list(range(65)), contiguous=65) == ("never", None)
+    assert answer(mixed(64, page_orders=(0, 2)), list(range(64)), contiguous=64)[0] == "now"
+    with pytest.raises(InvalidConfig):
+        mixed(64).mmu.quote(ints(0, 9), page_orders=(0, 3))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quote_and_open_agree_whatever_lies_in_the_pool(seed: int) -> None:
+    r = np.random.default_rng(seed)
+    pool = mixed(3072, hold_blocks=int(r.integers(0, 9)), anchor=float(r.choice([0.0, 0.3])))
+    said = set()
+    prompts: list[list[int]] = []
+    for _ in range(120):
+        if pool.tokens and r.random() < 0.5:
+            one = list(pool.tokens)[int(r.integers(len(pool.tokens)))]
+            length = len(pool.tokens[one])
+            pool.truncate(one, int(r.integers(length + 1))) if r.random() < 0.3 else pool.free(one)
+        tokens = pool.fresh(int(r.choice([1, 30, 500, 512, 700, 1100])))
+        if prompts and r.random() < 0.4:
+            tokens = prompts[int(r.integers(len(prompts)))] + tokens
+        keys: dict[str, Any] = {}
+        if r.random() < 0.5:
+            keys["require"] = "huge"
+        if r.random() < 0.5:
+            keys["contiguous"] = int(r.integers(1, 513 if keys else 1500))
+        when, sequence = answer(pool, tokens, **keys)
+        said.add(when)
+        if sequence is not None:
+            pool.write(sequence)
+            prompts.append(tokens)
+    assert "now" in said and len(said) > 1
     pool.check()
 
 
@@ -580,7 +709,7 @@ class Contents:
         self.mover.move(copies)
         slots = self.tables.slot_mapping[: self.tables.num_tokens]
         written = [self.values[s][n:] for s, n in zip(sequences, done, strict=True)]
-        self.memory.reshape(-1)[slots] = np.array(sum(written, []), np.uint64)
+        self.memory.reshape(-1)[slots] = np.array([*chain.from_iterable(written)], np.uint64)
         self.mmu.written(step)
         self.mmu.end_step(step)
 
@@ -774,6 +903,74 @@ def test_survivors_that_pin_a_page_each_are_known_to_the_eviction() -> None:
     assert pages(pool, sequence) == {9: 1}
     assert pool.blocks(sequence) == whole
     pool.check()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 511, 513, 1027])
+def test_pages_that_do_not_divide_the_pool_lie_within_it(num_blocks: int) -> None:
+    """Kind 14. Page sizes are powers of two, so a smaller page divides each larger one, and what is
+    no such size is refused; a pool need not be a multiple of any: its last blocks serve as smaller
+    pages."""
+    pool = mixed(num_blocks, medium_from=0, huge_from=0, hold_blocks=0)
+    sequence = pool.alloc(num_blocks)
+    assert sorted(pool.blocks(sequence)) == [*range(num_blocks)]
+    assert pages(pool, sequence).get(9, 0) == num_blocks // HUGE
+    pool.check()
+    wrong: list[Any] = [(1, 2), (0, -1), (0, 2.5), (0, 10)]
+    for orders in wrong:
+        with pytest.raises(InvalidConfig, match=r"page.orders"):
+            MMU(64, 16, page_orders=orders)
+
+
+def test_page_sizes_never_blow_up_what_a_sequence_takes() -> None:
+    """Kind 16. Two sizes without a common divisor made 13,824 tokens the least that could be
+    claimed. Here each page is a multiple of every smaller one: one token takes one block under any
+    set of sizes, and one more where the last is full, never a page."""
+    for orders in ((0, 9), (0, 3, 9), (0, 2, 9), (0, 5, 7), tuple(range(10))):
+        mmu = MMU(4096, 16, page_orders=orders, medium_from=0, huge_from=0)
+        for tokens in (1, 16, 17, 13_824, 13_825):
+            sequence = mmu.open(ints(0, tokens))
+            assert mmu.states()["in_use"] == -(-tokens // 16), orders
+            mmu.close(sequence)
+            mmu.evict(4096)
+
+
+def test_regions_of_different_strides_keep_each_to_its_own_memory() -> None:
+    """Kind 18. Two groups behind one table, blocks of 24 and of 1,000 bytes with gaps between: each
+    is moved and copied by its own stride, and what lies between stays."""
+    num_blocks, filler = 64, 0xA5
+    mmu = MMU(num_blocks, 4, page_orders=(0, 2), medium_from=0, hold_blocks=0)
+    backing = [np.full((num_blocks + 1, stride), filler, np.uint8) for stride in (40, 1024)]
+    regions = [backing[0][:, :24], backing[1][:, :1000]]
+    mover = CPUMover(Storage.from_numpy(regions))
+    first, second = mmu.open(ints(0, 80)), mmu.open(ints(100, 170))
+    step = mmu.begin_step()
+    tables = mmu.register_tables(
+        np.zeros((2, num_blocks), np.int32),
+        np.zeros(2, np.int32),
+        np.zeros(256, np.int64),
+        np.zeros(3, np.int32),
+    )
+    both = np.array([first, second], np.int64)
+    mmu.prepare(step, both, tables, query_lens=np.array([80, 70], np.int32))
+    for region, scale in zip(regions, (1, 3), strict=True):
+        for index, block in enumerate(mmu.block_table(second).tolist()):
+            region[block] = scale * (index + 1)
+    mmu.written(step)
+    mmu.end_step(step)
+    child = mmu.fork(second)
+    mmu.close(first)
+    mmu.evict(num_blocks)
+    before = mmu.block_table(second).tolist()
+    assert run_plan(mmu, mover, mmu.plan_free_run(46)) > 0
+    mover.move(mmu.append(child, ints(0, 1)))
+    assert mmu.block_table(second).tolist() != before
+    assert mmu.block_table(child)[-1] != mmu.block_table(second)[-1]
+    for region, scale in zip(regions, (1, 3), strict=True):
+        for sequence in (second, child):
+            for index, block in enumerate(mmu.block_table(sequence).tolist()):
+                assert (region[block] == scale * (index + 1)).all()
+    assert (backing[0][:, 24:] == filler).all() and (backing[1][:, 1000:] == filler).all()
+    mmu.validate(tables)
 
 
 def test_a_sequence_of_mixed_pages_fails_at_its_last_block_and_leaks_none() -> None:
