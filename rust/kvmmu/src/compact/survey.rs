@@ -11,6 +11,7 @@ use super::windows::{Lore, Neighbours, Picture, Together};
 use super::{gather, measure, plan};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
+use crate::sequence::{Quote, Shape, When};
 use crate::state::{Mmu, Sequence, Shared};
 use crate::sync::lock;
 
@@ -319,6 +320,21 @@ impl Mmu {
     /// Who maps the blocks that are to be moved next to what.
     pub(super) fn neighbours<'a>(&'a self, shared: &'a Shared) -> Mapped<'a> {
         Mapped { mmu: self, shared }
+    }
+
+    /// The quote with the moves that would make what is missing, if moves can.
+    pub fn with_moves(&self, mut quote: Quote) -> Quote {
+        let Shape { windows, run } = quote.shape;
+        let plan = match (quote.when, windows, run) {
+            (When::Frees, windows, _) if windows > 0 => self.plan_huge_pages(windows, 0),
+            (When::Frees, _, run) if run > 0 => self.plan_free_run(run, 0),
+            _ => return quote,
+        };
+        if let Ok(plan) = plan {
+            quote.when = When::Moves;
+            quote.moves = plan.remaining;
+        }
+        quote
     }
 
     /// log2 of the page size that moved pieces are kept aligned to.
