@@ -259,7 +259,8 @@ def answer(pool: SmallPool, tokens: list[int], **keys: Any) -> tuple[str, int | 
     try:
         sequence = pool.open(tokens, **keys)
     except (OutOfBlocks, LimitExceeded):
-        assert quote.when in ("frees", "never")
+        assert quote.when in ("moves", "frees", "never")
+        assert (quote.when == "moves") == (quote.moves > 0)
         assert seen() == before, "holds may have been broken, no more"
         return quote.when, None
     assert quote.when == "now"
