@@ -62,7 +62,7 @@ def test_nobody_can_tell_from_the_logits_that_blocks_move(
     assert figure(lines, "forks / copies on write") == 16
     assert figure(lines, "tokens found cached") > 0
     assert figure(lines, "blocks in use at the end") == 0
-    assert any(line.split()[:3] == ["views,", "after", "compaction"] for line in lines)
+    assert any(line.split()[:3] == ["views,", "after", "gather"] for line in lines)
 
 
 @pytest.mark.parametrize("goal", ["below", "trigger"])
