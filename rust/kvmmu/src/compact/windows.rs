@@ -104,6 +104,9 @@ pub struct Picture<'a> {
     longest: Vec<u32>,
     taken: Vec<u64>,
     emptying: Vec<bool>,
+    /// The last group, if it is a short one, may be filled even if nothing lies in it: it never counts
+    /// as free.
+    opens_short: bool,
 }
 
 impl<'a> Picture<'a> {
@@ -121,9 +124,16 @@ impl<'a> Picture<'a> {
             longest: groups.iter().map(|group| group.empty).collect(),
             taken: Vec::new(),
             emptying: vec![false; groups.len()],
+            opens_short: true,
             groups,
             s,
         }
+    }
+
+    /// Nothing may be moved into the group: it is being emptied, or is free and stays so.
+    fn is_closed(&self, group: usize) -> bool {
+        let short = self.opens_short && group as u32 == self.complete();
+        self.emptying[group] || self.groups[group].is_free() && !short
     }
 
     /// Complete groups.
@@ -174,13 +184,7 @@ impl<'a> Picture<'a> {
     }
 
     /// Moves towards `k` free groups, of which only those with at most `most` live blocks are emptied.
-    pub fn empty_at_most(
-        &mut self,
-        k: u32,
-        most: u32,
-        max_moves: u32,
-        lru: Lru<'_>,
-    ) -> Emptied {
+    pub fn empty_at_most(&mut self, k: u32, most: u32, max_moves: u32, lru: Lru<'_>) -> Emptied {
         let mut order: Vec<u32> = (0..self.complete())
             .filter(|&group| {
                 let group = &self.groups[group as usize];
@@ -255,12 +259,7 @@ impl<'a> Picture<'a> {
     }
 
     /// Moves consecutive blocks, in one run or in several. `false`: no room is left.
-    fn move_piece(
-        &mut self,
-        piece: Range<u32>,
-        pairs: &mut Vec<[u32; 2]>,
-        lru: Lru<'_>,
-    ) -> bool {
+    fn move_piece(&mut self, piece: Range<u32>, pairs: &mut Vec<[u32; 2]>, lru: Lru<'_>) -> bool {
         let n = piece.len() as u32;
         if n == 0 {
             return true;
@@ -291,12 +290,12 @@ impl<'a> Picture<'a> {
     /// Sorts the groups with live blocks that have empty ones, the fullest first.
     pub(super) fn sort_targets(&mut self) {
         let mut targets: Vec<u32> = (0..self.groups.len() as u32)
-            .filter(|&at| {
-                let group = &self.groups[at as usize];
-                group.empty > 0 && !group.is_free() && !self.emptying[at as usize]
-            })
+            .filter(|&at| self.groups[at as usize].empty > 0 && !self.is_closed(at as usize))
             .collect();
-        targets.sort_unstable_by_key(|&at| (self.groups[at as usize].available, at));
+        targets.sort_unstable_by_key(|&at| {
+            let group = &self.groups[at as usize];
+            (group.is_free(), group.available, at)
+        });
         targets.reverse();
         self.targets = targets;
     }
@@ -332,10 +331,7 @@ impl<'a> Picture<'a> {
         let group = first / self.size;
         let end = self.s.num_blocks.min((group + 1).saturating_mul(self.size));
         let end = end.min(first.saturating_add(most));
-        if first >= end
-            || self.groups[group as usize].is_free()
-            || self.emptying[group as usize]
-        {
+        if first >= end || self.is_closed(group as usize) {
             return 0;
         }
         next_run(&self.empty, first..end).map_or(0, |run| match run.start == first {
@@ -417,8 +413,8 @@ impl<'a> Picture<'a> {
         }
         let found = lru.take(LOOKS).find(|&block| self.may_evict(block));
         let found = found.or_else(|| {
-            let held = |at: &usize| !self.emptying[*at] && !self.groups[*at].is_free();
-            let mut groups: Vec<usize> = (0..self.groups.len()).filter(held).collect();
+            let open = |at: &usize| !self.is_closed(*at);
+            let mut groups: Vec<usize> = (0..self.groups.len()).filter(open).collect();
             groups.sort_unstable_by_key(|&at| self.groups[at].available);
             let all = groups.iter().flat_map(|&at| {
                 let first = at as u32 * self.size;
@@ -440,8 +436,7 @@ impl<'a> Picture<'a> {
         block < self.s.num_blocks
             && is_set(self.s.cached, block)
             && !is_set(&self.taken, block)
-            && !self.emptying[group]
-            && !self.groups[group].is_free()
+            && !self.is_closed(group)
     }
 
     fn fill(&mut self, group: usize, n: u32) {
@@ -533,6 +528,8 @@ impl Picture<'_> {
 
     /// The moves that are owed to the guarantee, at most `max_moves` now.
     pub fn keep_guarantee(&mut self, slack: u32, max_moves: u32, lru: Lru<'_>) -> Emptied {
+        // A short window counts as held like any.
+        self.opens_short = false;
         let held = self.held(slack);
         let excess = held.windows.saturating_sub(held.allowed);
         let mut order: Vec<u32> = (0..self.groups.len() as u32)
