@@ -259,15 +259,15 @@ impl Plan {
     }
     #[getter]
     fn predicted_run(&self) -> u32 {
-        self.0.predicted_run
+        self.0.predicted_run()
     }
     #[getter]
     fn predicted_ratio(&self) -> f64 {
-        self.0.predicted_ratio
+        self.0.predicted_ratio()
     }
     #[getter]
     fn predicted_windows(&self) -> u32 {
-        self.0.predicted_windows
+        self.0.predicted_windows()
     }
     fn __len__(&self) -> usize {
         self.0.pairs.len()

@@ -4,6 +4,7 @@
 //! plan without being asked (`background`), which moves (`plan`, `windows`, `gather`).
 
 use std::collections::HashSet;
+use std::sync::OnceLock;
 
 use super::measure::WINDOW;
 use super::windows::Picture;
@@ -91,12 +92,44 @@ pub struct Plan {
     pub remaining: u32,
     /// Whether the goal is reached after these moves.
     pub complete: bool,
-    /// Largest run of available blocks after them.
-    pub predicted_run: u32,
+    pub(super) after: After,
+}
+
+/// The pool after a plan; counted when somebody asks.
+#[derive(Debug, Clone)]
+pub(super) struct After {
+    /// Available blocks.
+    bits: Vec<u64>,
+    num_blocks: u32,
+    longest: OnceLock<measure::Longest>,
+}
+
+impl PartialEq for After {
+    fn eq(&self, other: &Self) -> bool {
+        (self.num_blocks, &self.bits) == (other.num_blocks, &other.bits)
+    }
+}
+
+impl Plan {
+    fn longest(&self) -> &measure::Longest {
+        let after = &self.after;
+        (after.longest).get_or_init(|| measure::longest(&after.bits, after.num_blocks))
+    }
+
+    /// Largest run of available blocks after the moves.
+    pub fn predicted_run(&self) -> u32 {
+        self.longest().largest
+    }
+
     /// Ratio over available blocks after them.
-    pub predicted_ratio: f64,
+    pub fn predicted_ratio(&self) -> f64 {
+        measure::ratio(self.longest().largest, self.longest().total)
+    }
+
     /// Windows of 512 blocks that are free after them.
-    pub predicted_windows: u32,
+    pub fn predicted_windows(&self) -> u32 {
+        whole_windows(&self.after.bits, self.after.num_blocks)
+    }
 }
 
 impl Pool {
@@ -295,16 +328,17 @@ impl Mmu {
             set(&mut after, destination, false);
             set(&mut after, source, true);
         }
-        let longest = measure::longest(&after, self.config.span());
         Plan {
             uid: self.uid,
             evicts: sight.evicted_by(&pairs),
             goal,
             complete,
             remaining,
-            predicted_run: longest.largest,
-            predicted_ratio: measure::ratio(longest.largest, longest.total),
-            predicted_windows: whole_windows(&after, self.config.span()),
+            after: After {
+                bits: after,
+                num_blocks: self.config.span(),
+                longest: OnceLock::new(),
+            },
             pairs,
         }
     }
@@ -389,9 +423,12 @@ impl Mmu {
 
     /// Blocks of huge pages stay where they are.
     fn remove_huge(&self, movable: &mut [u64]) {
-        for (at, bits) in movable.iter_mut().enumerate() {
-            if *bits != 0 && self.is_huge(at as u32 * 64) {
-                *bits = 0;
+        if self.config.page_orders.bits() >> 9 & 1 == 0 {
+            return;
+        }
+        for (window, bits) in movable.chunks_mut(8).enumerate() {
+            if self.is_huge(window as u32 * WINDOW) {
+                bits.fill(0);
             }
         }
     }
