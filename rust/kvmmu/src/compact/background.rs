@@ -85,6 +85,10 @@ impl Mmu {
             pairs.extend(&held);
         }
         if self.config.gather_least > 0.0 {
+            if self.config.compaction_start.is_some() {
+                // Else the ratio would have what was gathered moved back, and so for ever.
+                picture.spare_longest();
+            }
             let left = budget - pairs.len() as u32;
             pairs.extend(self.gather_some(&mut shared, &mut picture, left));
         }
@@ -161,7 +165,10 @@ impl Mmu {
                 continue;
             }
             looks -= 1;
-            let mut runs = self.runs_of(&sequence, picture);
+            // What others share stays: they might have it moved back, and so for ever.
+            let mut runs = self.runs_of(&sequence, |block| {
+                picture.may_move(block) && self.pool.word(block).holders() == 1
+            });
             drop(sequence);
             let least = self.config.gather_least;
             pairs.extend(gather::gather(picture, &mut runs, left, least, false));

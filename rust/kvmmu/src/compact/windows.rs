@@ -21,6 +21,7 @@
 
 use std::ops::Range;
 
+use super::measure::longest;
 use super::plan::{Impossible, Snapshot, clear, count, is_set, set};
 
 /// How many cached blocks are looked at for each destination that is wanted.
@@ -318,6 +319,20 @@ impl<'a> Picture<'a> {
     /// A group is not to be touched: neither emptied nor counted as free.
     pub(super) fn keep(&mut self, group: u32) {
         self.groups[group as usize].stuck += 1;
+    }
+
+    /// Nothing is moved into the longest run of available blocks.
+    pub(super) fn spare_longest(&mut self) {
+        let now = self.s.empty.iter().zip(self.s.cached);
+        let now: Vec<u64> = now.map(|(empty, cached)| empty | cached).collect();
+        let longest = longest(&now, self.s.num_blocks);
+        let first = longest.largest_start;
+        for block in first..first + longest.largest {
+            if is_set(&self.empty, block) {
+                clear(&mut self.empty, block);
+                self.groups[(block / self.size) as usize].empty -= 1;
+            }
+        }
     }
 
     /// Whether a block may move and has not moved in this plan.
