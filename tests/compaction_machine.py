@@ -116,6 +116,7 @@ class CompactionMachine(MMUMachine):
         trigger=st.sampled_from(list(TRIGGERS)),
         placement=st.sampled_from(["scatter", "address", "fullest", "fifo"]),
         hold_blocks=st.integers(0, 8),
+        prefix_caching=st.sampled_from([True, True, False]),
         served=st.lists(
             st.tuples(prompts, st.sampled_from([False, False, True])), min_size=2, max_size=6
         ),
@@ -129,6 +130,7 @@ class CompactionMachine(MMUMachine):
         trigger: str,
         placement: str,
         hold_blocks: int,
+        prefix_caching: bool,
         served: list[tuple[Prompt, bool]],
         scale: int = 1,
     ) -> None:
@@ -143,7 +145,7 @@ class CompactionMachine(MMUMachine):
         super().build(
             num_blocks,
             block_size,
-            prefix_caching=True,
+            prefix_caching=prefix_caching,
             placement="address" if "guarantee" in config else placement,
             eviction="lru",
             page_orders=page_orders,
@@ -533,5 +535,3 @@ class CompactionMachine(MMUMachine):
             while self.leases:
                 self.end_lease(0)
         super().teardown()
-
-

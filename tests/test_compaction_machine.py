@@ -88,6 +88,7 @@ def walk(seed: int, steps: int, large: bool = False) -> None:
             trigger=r.choice(list(TRIGGERS)),
             placement=r.choice(["scatter", "scatter", "address", "fullest", "fifo"]),
             hold_blocks=r.randint(0, 8),
+            prefix_caching=r.random() < 0.7,
             served=[(prompt(r), r.random() < 0.3) for _ in range(r.randint(2, 6))],
             scale=r.choice([110, 180, 300]) if large else 1,
         )
