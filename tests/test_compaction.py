@@ -1,5 +1,5 @@
-"""What passes of compaction promise, told as stories: they end, they keep their bounds, and what they
-could not do changes nothing. ``test_compaction_machine.py`` does the same at random.
+"""What passes of compaction promise, told as stories: they end, they keep their bounds, and what
+they could not do changes nothing. ``test_compaction_machine.py`` does the same at random.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def test_passes_come_to_an_end(trigger: str, page_orders: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("placement", ["address", "scatter"])
 def test_small_churn_moves_a_bounded_number_of_blocks(placement: str) -> None:
-    """Kind 9, with the default trigger: 1,000 steps that each free and claim two blocks. Where claims
-    fill holes, none moves. Where each block is claimed at random, in any window (no placement is worse):
-    at most three for each two that were freed."""
+    """Kind 9, with the default trigger: 1,000 steps that each free and claim two blocks. Where
+    claims fill holes, none moves. Where each block is claimed at random, in any window, at most
+    three for each two that were freed."""
     pool = SmallPool(8 * WINDOW, 1, page_orders=(0, 2, 9), placement=placement, seed=1)
     r = random.Random(1)
     kept = [pool.alloc(r.randrange(1, 40)) for _ in range(80)]
