@@ -7,6 +7,7 @@ order, as a stream is; copies on write and moves are queued on it as well.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import weakref
 from collections import deque
@@ -96,6 +97,46 @@ class DeviceMover:
         self.device.put(lambda: self.mover.move(pairs), copies=True)
 
 
+class Landlord:
+    """Whose memory it is: fills what was given back with garbage at once, past every kernel that is
+    queued and behind the copies, and what is taken back with other garbage."""
+
+    def __init__(self, device: Device, page_bytes: int) -> None:
+        self.device = device
+        self.page_bytes = page_bytes
+        self.gone: set[int] = set()
+        """Pages."""
+        self.fails = False
+
+    def give_back(self, ranges: Any) -> None:
+        if self.fails:
+            raise Broken
+        pages = self._pages(ranges)
+        assert not self.gone & pages, "these pages are gone already"
+        self.gone |= pages
+        self.device.run(max(self.device.copies, self.device.ran))
+        self._fill(ranges, 0xDB)
+
+    def take_back(self, ranges: Any) -> None:
+        if self.fails:
+            raise Broken
+        pages = self._pages(ranges)
+        assert pages <= self.gone, "these pages are not gone"
+        self.gone -= pages
+        self._fill(ranges, 0xEE)
+
+    def _pages(self, ranges: Any) -> set[int]:
+        assert len(ranges) and (ranges % self.page_bytes == 0).all() and (ranges > 0).all()
+        each = [range(at, at + size, self.page_bytes) for at, size in ranges.tolist()]
+        pages = list(itertools.chain(*each))
+        assert len(set(pages)) == len(pages), "a page is listed twice"
+        return set(pages)
+
+    def _fill(self, ranges: Any, byte: int) -> None:
+        for address, size in ranges.tolist():
+            ctypes.memset(address, byte, size)
+
+
 def contents(values: Sequence[int], layer: int, half: int, like: Any) -> Any:
     """KV of positions with these values: [n, heads, dim] of the heads, dim and dtype of ``like``
     [..., heads, dim], any bytes, NaN among them."""
@@ -132,15 +173,18 @@ class SmallCache:
         late: bool = False,
         dim: int = 4,
         dtype: Any = torch.float32,
+        page_bytes: int = 64,
         **config: Any,
     ) -> None:
+        self.device = Device(late)
+        self.landlord = Landlord(self.device, page_bytes)
         if cache is None:
             config = {"max_batch": ROWS, "max_tokens": TOKENS, **config}
+            config.setdefault("return_memory", self.landlord)
             cache = KVCache(2, 2, dim, dtype, num_blocks, block_size=block_size, **config)
         self.cache: Any = cache
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.device = Device(late)
         self.mover = self.cache.mover = DeviceMover(self.device, cache.mover)
         self.texts: dict[int, Text] = {}
         self.handles: dict[int, Handle] = {}

@@ -53,6 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
         page_orders=st.sampled_from([(0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 9)]),
         hold_blocks=st.integers(0, 8),
         dedup=st.booleans(),
+        page_bytes=st.sampled_from([1, 16, 64, 256]),
         opened=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     )
     def build(
@@ -69,6 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
         page_orders: tuple[int, ...],
         hold_blocks: int,
         dedup: bool,
+        page_bytes: int,
         opened: list[int],
     ) -> None:
         self.pool = SmallCache(
@@ -86,6 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
             medium_from=0,
             hold_blocks=hold_blocks,
             dedup=dedup,
+            page_bytes=page_bytes,
             compaction_start=0.0,
             compaction_stop=0.0,
             budget_blocks=5,
@@ -308,6 +311,63 @@ class CacheMachine(RuleBasedStateMachine):
         finally:
             self.pool.mover.fails_after = None
 
+    # -- memory given back -------------------------------------------------------------------
+
+    @rule(blocks=st.integers(0, 40), granule=st.sampled_from([1, 1, 2, 3, 4, 8]))
+    def shrink(self, blocks: int, granule: int) -> None:
+        before = self.pool.states()
+        gone = self.cache.bytes_given_back
+        found = self.cache.shrink(blocks, granule=granule)
+        after = self.pool.states()
+        assert found.blocks % granule == 0 and found.blocks < found.wanted + granule
+        assert (found.blocks >= found.wanted) == (found.stopped is None)
+        assert after["offline"] == before["offline"] + found.blocks
+        assert after["in_use"] <= before["in_use"]
+        assert self.cache.bytes_given_back == gone + found.bytes
+        assert found.bytes <= self.cache.storage.block_bytes * after["offline"]
+        if found.stopped == "live":
+            assert after["available"] < granule
+        if found.stopped not in (None, "steps"):
+            assert len(self.cache.mmu.shrink(1, granule=granule)) == 0
+
+    @rule(blocks=st.integers(1, 40), granule=st.sampled_from([1, 2, 4]), mover=st.booleans())
+    def shrink_with_a_part_that_dies(self, blocks: int, granule: int, mover: bool) -> None:
+        before, gone = self.pool.states()["offline"], self.cache.bytes_given_back
+        tables = self.pool.everything()[1:]
+        self.pool.mover.fails_after = 1 if mover else None
+        self.pool.landlord.fails = not mover
+        try:
+            self.cache.shrink(blocks, granule=granule)
+        except Broken:
+            assert self.pool.states()["offline"] == before
+            assert self.cache.bytes_given_back == gone
+            assert not mover or self.pool.everything()[1:] == tables
+        finally:
+            self.pool.mover.fails_after = None
+            self.pool.landlord.fails = False
+
+    @rule(
+        blocks=st.one_of(st.none(), st.integers(0, 40)),
+        granule=st.sampled_from([1, 2, 4, 8]),
+        dies=st.booleans(),
+    )
+    def grow(self, blocks: int | None, granule: int, dies: bool) -> None:
+        before = self.pool.states()
+        offline = self.cache.mmu.offline_blocks().tolist()
+        self.pool.landlord.fails = dies
+        try:
+            found = self.cache.grow(blocks, granule=granule)
+        except Broken:
+            assert self.pool.states() == before
+            return
+        finally:
+            self.pool.landlord.fails = False
+        after = self.pool.states()
+        assert after["offline"] == before["offline"] - found
+        assert after["empty"] == before["empty"] + found
+        assert self.cache.mmu.offline_blocks().tolist() == offline[found:]
+        assert found == len(offline) if blocks is None else found >= min(blocks, len(offline))
+
     @rule(count=few)
     def evict(self, count: int) -> None:
         self.cache.mmu.evict(count)
@@ -375,6 +435,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.end_step(step, self.pool.device.event())
         self.cache.synchronize()
         self.pool.device.run()
+        self.cache.grow()
+        assert not self.pool.landlord.gone
         self.cache.validate()
         states = self.pool.states()
         assert states["empty"] + states["cached"] == states["available"] == self.pool.num_blocks

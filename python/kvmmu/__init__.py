@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         KVCacheError,
         LimitExceeded,
         MissingExtra,
+        NotReturnable,
         OutOfBlocks,
         OutOfTables,
         RankFailed,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         UnknownSequence,
         UsedAfterFork,
     )
+    from .give_back import HostPages, ReturnsMemory, Shrunk
     from .leases import Lease
     from .movers import CPUMover, Mover, SupportsMove
     from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
@@ -76,6 +78,7 @@ __all__ = [
     "ConcurrentUse",
     "DirtyRows",
     "Fragmented",
+    "HostPages",
     "InternalError",
     "InvalidBlock",
     "InvalidConfig",
@@ -90,6 +93,7 @@ __all__ = [
     "MissingExtra",
     "Mover",
     "Moves",
+    "NotReturnable",
     "OutOfBlocks",
     "OutOfTables",
     "PendingMoves",
@@ -103,7 +107,9 @@ __all__ = [
     "RankTimeout",
     "RankedCompaction",
     "Region",
+    "ReturnsMemory",
     "SequenceInfo",
+    "Shrunk",
     "Storage",
     "SupportsMove",
     "TorchChannel",
@@ -137,7 +143,10 @@ _HOME = {
     "PrefixGroups": "cascade",
     "Quote": "_core",
     "RankedCompaction": "ranks",
+    "HostPages": "give_back",
     "Region": "storage",
+    "ReturnsMemory": "give_back",
+    "Shrunk": "give_back",
     "SequenceInfo": "_core",
     "Storage": "storage",
     "SupportsMove": "movers",

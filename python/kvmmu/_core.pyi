@@ -28,6 +28,8 @@ __all__ = [
     "cpu_features",
     "kernel_names",
     "kernel_source",
+    "page_bytes",
+    "release_pages",
 ]
 
 __version__: str
@@ -348,7 +350,8 @@ class MMU:
     def stats(self) -> dict[str, int]:
         """Counters since the start, among them: ``opened, closed, forked, appended_tokens,
         prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
-        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, left_cached``."""
+        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, left_cached,
+        given_back, taken_back``."""
     def measure(self) -> Measure: ...
 
     # -- compaction ------------------------------------------------------------------------
@@ -393,6 +396,34 @@ class MMU:
         repointed. Returns how many blocks moved; a source freed or written meanwhile drops out."""
     def abort(self, moves: Moves) -> None:
         """Gives the destinations back. Every sequence keeps its blocks."""
+
+    # -- memory given back -------------------------------------------------------------------
+    def shrink(self, num_blocks: int, *, granule: int = 1) -> npt.NDArray[np.int64]:
+        """Takes blocks offline until so many or more are: whole aligned groups of ``granule`` blocks,
+        all of them available. Cached blocks in them are evicted (the groups that lose the fewest go
+        first), holds are broken; nothing moves. Returns the blocks, int64 [k], ascending; fewer than
+        asked for when there are no more such groups. Their memory is the caller's until ``grow``."""
+    def plan_shrink(
+        self, num_blocks: int, *, granule: int = 1, max_blocks: int | None = None
+    ) -> Plan:
+        """A plan towards so many available blocks in whole aligned groups of ``granule``, or as many
+        as there can be, by the fewest moves; at most ``max_blocks`` of them (None: no limit).
+
+        Raises:
+            OutOfBlocks: fewer are available than one group has.
+            Fragmented: blocks that may not move lie in every group.
+        """
+    def offline_blocks(
+        self, num_blocks: int | None = None, *, granule: int = 1
+    ) -> npt.NDArray[np.int64]:
+        """The blocks that come back next, int64 [k], ascending: those that are offline in the lowest
+        aligned groups of ``granule`` blocks, until they are ``num_blocks`` or more (None: all)."""
+    def grow(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Brings offline blocks back (int64 [k]); their memory is there again. All or none.
+
+        Raises:
+            InvalidBlock: the first that is not offline, or is listed twice.
+        """
 
     # -- checks ----------------------------------------------------------------------------
     def validate(self, tables: BlockTables | None = None) -> None:
@@ -690,7 +721,8 @@ class Quote:
     @property
     def when(self) -> str:
         """``"now"``; ``"moves"`` (after ``moves`` moves); ``"frees"`` (when others have released
-        enough); ``"never"`` (larger than the pool or a limit)."""
+        enough); ``"grows"`` (when blocks that were given back are in the pool again); ``"never"``
+        (larger than the pool or a limit)."""
     @property
     def moves(self) -> int: ...
     @property
@@ -762,6 +794,10 @@ class Plan:
     def remaining(self) -> int:
         """Moves still to make after these."""
     @property
+    def parts(self) -> dict[str, int]:
+        """What the moves of :meth:`MMU.plan_compaction` are for: ``windows`` that become free,
+        ``huge_pages`` made by moving, sequences in fewer ``runs``."""
+    @property
     def predicted_run(self) -> int:
         """Largest run of available blocks after the moves."""
     @property
@@ -785,6 +821,23 @@ class Moves:
     def from_bytes(data: bytes) -> Moves:
         """InvalidPlan when the bytes are not whole and unchanged (length and checksum)."""
     def __len__(self) -> int: ...
+
+def page_bytes() -> int:
+    """Bytes of the smallest page of host memory."""
+
+def release_pages(ranges: npt.NDArray[np.uint64]) -> int:
+    """Gives whole pages of host memory back to the system, GIL released; they read as zeros from
+    now on. Returns their bytes.
+
+    Args:
+        ranges: uint64 [k, 2]: (address, bytes), each a multiple of ``page_bytes()``.
+
+    Raises:
+        NotReturnable: memory that is not private to the process and without a file behind it, or is
+            locked. Nothing was given back unless the system refused (``errno``) on the way.
+
+    The caller answers for the addresses: nobody needs what is there, and no device reads it.
+    """
 
 def copy_blocks(
     regions: npt.NDArray[np.uint64],

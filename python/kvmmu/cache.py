@@ -47,6 +47,7 @@ from ._core import MMU, BlockTables
 from .bound import Bound
 from .buffers import Buffers, Csr, Entries, Rotation
 from .compaction import run_plan
+from .give_back import GivenBack, HostPages, ReturnsMemory, Shrunk, grow, shrink
 from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
@@ -548,6 +549,9 @@ class KVCache(Bound):
             cost its bytes at 1 TB/s (``cache.pace.watched`` tells it better).
         budget_bytes: most bytes that one pass moves; None: no limit. A pass moves one block at least.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
+        return_memory: whether the memory of blocks that :meth:`shrink` takes offline goes back to
+            the system (default: host memory does); or an object that takes it
+            (:class:`kvmmu.ReturnsMemory`), which on a CUDA device is the only way.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``page_orders``, ``hold_blocks``, ``eviction``, ``budget_blocks``, ``max_sequences``,
             ``compaction_start``, ...).
@@ -583,6 +587,7 @@ class KVCache(Bound):
         budget_us: float | None = None,
         budget_bytes: int | None = None,
         streams: Streams | None = None,
+        return_memory: bool | ReturnsMemory | None = None,
         **options: Any,
     ) -> None:
         mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
@@ -601,6 +606,9 @@ class KVCache(Bound):
         entries = Entries(kernel_block_size, page_order)
         budget = (budget_us, budget_bytes)
         self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, budget, streams)
+        if return_memory is None:
+            return_memory = self._device is None
+        self._given = GivenBack(self.storage, _owner(return_memory, self.storage.device))
 
     @classmethod
     def attach(
@@ -623,6 +631,7 @@ class KVCache(Bound):
         budget_us: float | None = None,
         budget_bytes: int | None = None,
         streams: Streams | None = None,
+        return_memory: bool | ReturnsMemory = False,
         extra: Iterable[torch.Tensor] = (),
         **options: Any,
     ) -> KVCache:
@@ -633,6 +642,9 @@ class KVCache(Bound):
                 ``Layers.adopt``. Each has ``num_blocks + 1`` blocks.
             num_blocks: usable blocks: those of the tensors less the null block.
             null_block: which block padding points at: ``"last"``, ``"first"`` or its number.
+            return_memory: as for :class:`KVCache`; by default the engine's memory stays what it is.
+                True only where nobody else relies on what blocks that are offline hold, and no
+                device was told of their pages.
             extra: what else belongs to a block and moves with it, ``[num_blocks + 1, ...]``: scales
                 of a quantised cache, indexer keys, a draft model's KV.
 
@@ -652,6 +664,7 @@ class KVCache(Bound):
         entries = Entries(kernel_block_size, page_order)
         budget = (budget_us, budget_bytes)
         self._assemble(mmu, layers, *shape, entries, buffers, auto_compact, copy, budget, streams)
+        self._given = GivenBack(self.storage, _owner(return_memory, self.storage.device))
         return self
 
     def _assemble(
@@ -724,6 +737,7 @@ class KVCache(Bound):
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._copying = threading.Lock()
+        self._giving = threading.Lock()
         self._owed: deque[Int32s] = deque()
         self._in_flight: set[int] = set()
         self._ending: deque[tuple[int, Event]] = deque()
@@ -1151,6 +1165,76 @@ class KVCache(Bound):
         the next passes of :meth:`compact` make what was refused first."""
         return self.mmu.ready(num_blocks)
 
+    def shrink(self, blocks: int, *, granule: int | None = None) -> Shrunk:
+        """Gives memory back: takes ``blocks`` blocks offline, rounded up to whole granules, and
+        their pages go back to the system (``return_memory``). Sequences run on; ``states()`` counts
+        the blocks as ``offline``, and nobody is given one before :meth:`grow`.
+
+        Granules that are empty go first, then those that lose the fewest cached blocks, then those
+        that the fewest moves empty. With no step in flight all moves are made now; else one pass of
+        at most the budget, and what it empties can go when those steps have ended: call it again.
+        As :meth:`compact`, to be called between steps.
+
+        Args:
+            granule: blocks that go together, an aligned group; None: ``storage.granule()``, whose
+                bytes are whole pages of 2 MiB. Host memory goes back by pages of
+                ``kvmmu.HostPages().page_bytes``, so there ``storage.granule(4096)`` is the least
+                that makes sense.
+
+        Returns:
+            what went, and why no more (:class:`kvmmu.Shrunk`).
+
+        Raises:
+            InvalidConfig: an argument; or no granule fills a page (``Storage.granule``).
+            NotReturnable: memory of a kind that cannot go back. No block is offline for it then;
+                what was evicted or moved stays so.
+        """
+        wanted, size = self._granules(blocks, granule)
+        self._pay()
+        self.poll()
+        self._finish_moves()
+
+        def run(plan: Plan) -> int:
+            self._follow()
+            return self._run(plan)
+
+        most = min(self.pace.blocks() or self.mmu.budget_blocks, self.mmu.budget_blocks)
+        with self._giving:
+            how = (run, self._settle_moves, most)
+            return shrink(self.mmu, self._given, wanted, size, *how)
+
+    def grow(self, blocks: int | None = None, *, granule: int | None = None) -> int:
+        """Brings blocks back that :meth:`shrink` took offline: ``blocks`` of them, rounded up to
+        whole granules, the lowest first; None: all. Returns how many, never more than were
+        offline. What they hold is of no worth (zeros, where their pages had gone).
+
+        Raises:
+            InvalidConfig: an argument.
+            whatever the owner of the memory raises; nothing has changed then.
+        """
+        wanted, size = (None, 1) if blocks is None else self._granules(blocks, granule)
+        self._check_process()
+        with self._giving:
+            return grow(self.mmu, self._given, wanted, size)
+
+    @property
+    def bytes_given_back(self) -> int:
+        """Bytes of pages that are with the system now."""
+        return self._given.bytes
+
+    def _granules(self, blocks: Any, granule: int | None) -> tuple[int, int]:
+        size = self.storage.granule() if granule is None else granule
+        for name, value, least in (("blocks", blocks, 0), ("granule", size, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidConfig(f"{name} = {value!r}: allowed is a whole number from {least}")
+        return min(blocks, self.mmu.num_blocks), min(size, 2**31)
+
+    def _settle_moves(self) -> None:
+        """Waits until the copies that are queued have been made: pages are unmapped at once."""
+        if self._device is not None:
+            with self._lock:
+                self._device.wait()
+
     def warm_up(self) -> None:
         """On a CUDA device: launches every kernel once without work and waits, so that nothing is
         compiled or loaded later; before the first step, or before a graph is captured. In host
@@ -1167,6 +1251,26 @@ class KVCache(Bound):
         """Recounts everything (slow); raises InternalError."""
         for buffers in self._rotation:
             self.mmu.validate(buffers.tables)
+        with self._giving:
+            self._given.check(self.mmu.offline_blocks())
+
+
+def _owner(return_memory: bool | ReturnsMemory, device: str) -> ReturnsMemory | None:
+    """Who takes the memory of blocks that are offline."""
+    if not isinstance(return_memory, bool):
+        for name in ("page_bytes", "give_back", "take_back"):
+            if not hasattr(return_memory, name):
+                raise InvalidConfig(
+                    f"return_memory = {return_memory!r}: allowed is True, False, or an object with "
+                    "page_bytes, give_back and take_back"
+                )
+        return return_memory
+    if return_memory and device != "cpu":
+        raise InvalidConfig(
+            f"return_memory = True on {device}: there an object with page_bytes, give_back and "
+            "take_back is needed, which owns the pages"
+        )
+    return HostPages() if return_memory else None
 
 
 def _mmu(

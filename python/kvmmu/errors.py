@@ -25,6 +25,7 @@ __all__ = [
     "KVCacheError",
     "LimitExceeded",
     "MissingExtra",
+    "NotReturnable",
     "OutOfBlocks",
     "OutOfTables",
     "RankFailed",
@@ -142,6 +143,12 @@ class UsedAfterFork(KVCacheError, RuntimeError):
 
 class InternalError(KVCacheError, RuntimeError):
     """The core panicked: a fault of kvmmu. The object refuses all further work."""
+
+
+class NotReturnable(KVCacheError, RuntimeError):
+    """Memory that cannot go back to the system: shared, with a file behind it, locked, or no whole
+    pages. Numbers: ``address``, ``bytes``, and ``at`` (the first address that is something else),
+    ``errno`` (of the system) or ``page_bytes``."""
 
 
 class MissingExtra(KVCacheError, ImportError):

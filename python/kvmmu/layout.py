@@ -16,7 +16,10 @@ wrote stays until it is overwritten, and 0 x NaN is NaN. ``gather`` and ``views`
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -119,6 +122,7 @@ _DTYPES = (
     torch.uint8,
 )
 _MAX_BLOCK_SIZE = 4096
+_HUGE_PAGE = 2 * 2**20
 _MAX_PHYSICAL = 2**31 - 1
 
 
@@ -264,6 +268,8 @@ class Layers(Bound, Sequence[Layer]):
 
         def zeros(*shape: int) -> Tensor:
             with torch.inference_mode(False):  # a tensor that is good inside and outside of it
+                if place.type == "cpu":
+                    return _host_zeros(shape, dtype)
                 return torch.zeros(shape, dtype=dtype, device=place)
 
         layers: list[Layer] = []
@@ -705,6 +711,23 @@ def _available_bytes(place: torch.device) -> int | None:
         return min(available, max(0, limit - int((group / "memory.current").read_text())))
     except (OSError, ValueError):
         return available
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in host memory. From 2 MiB on they begin with a huge page and are of such, as far as
+    they fill them: copies then cost fewer translations, and granules that go back are whole pages.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=kind)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    offset = -address % _HUGE_PAGE
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, size // _HUGE_PAGE * _HUGE_PAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
+    return flat.view(dtype).view(shape)
 
 
 # -- from tensors to regions -------------------------------------------------------------------

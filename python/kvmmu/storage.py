@@ -9,6 +9,7 @@ quantised layer, the indexer keys, a draft model's layer. A block is all of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +145,46 @@ class Storage(Bound):
         """Bytes of a block over all regions."""
         return self._block_bytes
 
+    def granule(self, page_bytes: int = 2 * 2**20) -> int:
+        """Blocks of the smallest aligned group whose bytes are whole pages in every region: the
+        unit in which memory can go back to whoever maps it by pages of this size.
+
+        Regions that lie within each other's strides (packed K and V, all layers of a block side by
+        side) count together, as far as their pieces touch. Where a region does not begin with a
+        page, each group shares its first and its last page with its neighbours: such a page goes
+        only when both are gone.
+
+        Args:
+            page_bytes: a power of two; 2 MiB is the page of a device, and a huge page of a host.
+
+        Returns:
+            a power of two, perhaps more than there are blocks: then no group can go.
+
+        Raises:
+            InvalidConfig: pieces that do not touch and are no whole pages each: no group of blocks
+                fills a page. Numbers: ``region``, ``stride``, ``block_bytes``, ``page_bytes``.
+        """
+        page = _integer("page_bytes", page_bytes, 1, 2**40)
+        if page & (page - 1):
+            raise InvalidConfig(
+                f"page_bytes must be a power of two, not {page}", argument="page_bytes", given=page
+            )
+        blocks = 1
+        for index, size in _joined(self._regions):
+            stride = self._regions[index].stride
+            if size != stride and (stride % page or size % page):
+                raise InvalidConfig(
+                    f"region {index} has pieces of {size} bytes every {stride}, and what lies "
+                    "between is not part of a block: no group of blocks fills pages of "
+                    f"{page} bytes",
+                    region=index,
+                    stride=stride,
+                    block_bytes=size,
+                    page_bytes=page,
+                )
+            blocks = max(blocks, page // math.gcd(page, stride))
+        return blocks
+
     @property
     def region_table(self) -> npt.NDArray[np.uint64]:
         """uint64 [r, 3]: (address of block 0, stride, bytes a block), always the same array,
@@ -155,6 +196,22 @@ class Storage(Bound):
             f"Storage({len(self._regions)} regions, {self._num_blocks} blocks, "
             f"{self._block_bytes} bytes a block)"
         )
+
+
+def _joined(regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Regions of one stride whose pieces touch, together: (index of the first, bytes a block)."""
+    order = sorted(range(len(regions)), key=lambda at: (regions[at].stride, regions[at].address))
+    found: list[tuple[int, int]] = []
+    for index in order:
+        region = regions[index]
+        if found:
+            first, size = regions[found[-1][0]], found[-1][1]
+            touches = region.stride == first.stride and region.address == first.address + size
+            if touches and size + region.block_bytes <= region.stride:
+                found[-1] = (found[-1][0], size + region.block_bytes)
+                continue
+        found.append((index, region.block_bytes))
+    return found
 
 
 def _one_device(regions: Sequence[Region]) -> str:

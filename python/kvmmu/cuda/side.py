@@ -104,6 +104,12 @@ class DeviceSide(Bound):
             for event in events:
                 current.wait(event)
 
+    def wait(self) -> None:
+        """Waits until every marked step and every copy that is queued by now is done."""
+        self.follow()
+        self.mover.flush()
+        stream_for_once(self._streams).synchronize()
+
     def forget(self, step: int) -> None:
         """The step has ended; its events are used again."""
         self._spare += self._marks.pop(step, ())

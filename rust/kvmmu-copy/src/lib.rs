@@ -1,7 +1,7 @@
 //! The CPU mover of kvmmu: copies blocks of KV between raw addresses.
 //!
 //! What lives here: the description of a region, the checks that make a set of moves safe to carry
-//! out, and the copy itself. What never lives here: a decision about what moves where, and any
+//! out, the copy itself, and (`pages`) giving whole pages back to the system. What never lives here: a decision about what moves where, and any
 //! knowledge of sequences or of Python. This is the only crate of the workspace with `unsafe`.
 //!
 //! # Why the copy is sound
@@ -13,11 +13,14 @@
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod pages;
 mod stream;
 
 use std::ptr;
 
 use thiserror::Error;
+
+pub use pages::{Pages, ReleaseError, page_bytes, release_pages};
 
 /// Pieces of at least this many bytes are written past the caches (non-temporal stores).
 ///
@@ -25,8 +28,7 @@ use thiserror::Error;
 /// processor, 16 moves spread over a pool of 512 blocks, 20 to 80 MiB a pass: streaming takes 0.4
 /// to 0.9 of the time from 1 KiB up (160 pieces of 32 KiB: 6.9 against 8.9 ms, 4.7 against 6.7
 /// when the pieces of a block lie together), makes no difference at 512 bytes and costs twice the
-/// time at 256. Which loop is outside, moves or regions, matters only in pools smaller than a
-/// cache; a block whose pieces lie together wants the moves outside.
+/// time at 256.
 pub const NON_TEMPORAL_BYTES: usize = 1024;
 
 /// The same piece of every block: K of one layer, say, or the scales of one layer.
@@ -202,6 +204,11 @@ pub fn check_regions(regions: &[Region], highest: u32) -> Result<(), MoveError> 
 
 /// Copies block `pair[0]` to block `pair[1]` in every region, for every pair.
 ///
+/// Region by region, by ascending source: moves whose sources and destinations follow each other
+/// are one copy, and memory is read upwards. (One pair after the other took 1.04 to 1.11 of the time
+/// with single blocks all over the pool: 160 regions, pieces of 32 KiB.) Allocates 8 bytes a pair
+/// above 256 pairs.
+///
 /// Returns when every byte is visible to whoever synchronises with this thread afterwards
 /// (non-temporal stores are fenced).
 ///
@@ -219,22 +226,41 @@ pub unsafe fn copy_blocks(regions: &[Region], pairs: &[[u32; 2]]) -> Result<(), 
         return Ok(());
     };
     check_regions(regions, highest)?;
+    let mut on_stack = [[0; 2]; ON_STACK];
+    let mut on_heap;
+    let pairs = if pairs.len() <= ON_STACK {
+        let sorted = &mut on_stack[..pairs.len()];
+        sorted.copy_from_slice(pairs);
+        sorted
+    } else {
+        on_heap = pairs.to_vec();
+        &mut on_heap[..]
+    };
+    pairs.sort_unstable();
     let non_temporal = features().non_temporal;
     let mut streamed = false;
-    for &[source, destination] in pairs {
-        for region in regions {
+    for region in regions {
+        let mut rest = &*pairs;
+        while let Some(&[source, destination]) = rest.first() {
+            let count = if region.stride == region.bytes {
+                run(rest)
+            } else {
+                1
+            };
+            rest = &rest[count..];
             // `check_regions` did these sums for the highest block without overflow, and its end
-            // fits an isize, so neither the sums nor the casts can go wrong for a lower one.
+            // fits an isize, so neither the sums nor the casts can go wrong for a lower one, nor for
+            // the bytes of blocks that lie back to back up to it.
             let from = region.address + (u64::from(source) * region.stride) as usize;
             let to = region.address + (u64::from(destination) * region.stride) as usize;
-            let bytes = region.bytes as usize;
+            let bytes = count * region.bytes as usize;
             let from = ptr::with_exposed_provenance::<u8>(from);
             let to = ptr::with_exposed_provenance_mut::<u8>(to);
             if non_temporal && bytes >= NON_TEMPORAL_BYTES {
-                // SAFETY: the caller promises that both blocks are live and that nobody else
-                // touches them; they are different blocks (`check_pairs`), whose pieces do not
-                // overlap because the stride is at least `bytes` (`check_regions`). The processor
-                // has what `stream::copy` needs: `features` asked it.
+                // SAFETY: the caller promises that all blocks are live and that nobody else touches
+                // them; no source is a destination (`check_pairs`), and pieces of different blocks
+                // do not overlap because the stride is at least `bytes` (`check_regions`). The
+                // processor has what `stream::copy` needs: `features` asked it.
                 unsafe { stream::copy(from, to, bytes) };
                 streamed = true;
             } else {
@@ -248,6 +274,13 @@ pub unsafe fn copy_blocks(regions: &[Region], pairs: &[[u32; 2]]) -> Result<(), 
         unsafe { stream::fence() };
     }
     Ok(())
+}
+
+/// How many of the first pairs go on from each other at both ends: one copy where blocks lie back to
+/// back.
+fn run(pairs: &[[u32; 2]]) -> usize {
+    let follows = |two: &[[u32; 2]]| two[1][0] == two[0][0] + 1 && two[1][1] == two[0][1] + 1;
+    1 + pairs.windows(2).take_while(|two| follows(two)).count()
 }
 
 /// What the mover found on this processor.

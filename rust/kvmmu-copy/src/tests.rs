@@ -114,6 +114,41 @@ fn quantised_and_odd_strides_are_not_garbled() {
 }
 
 #[test]
+fn moves_that_follow_each_other_are_one_copy_and_copy_exactly_their_bytes() {
+    // Runs of 1 to 5 blocks, in a shuffled order, with gaps at either end, small pieces and large:
+    // back to back and with a gap behind each.
+    let runs = [(3, 40, 5), (20, 9, 1), (21, 60, 2), (23, 62, 3), (30, 0, 3)];
+    let mut pairs: Vec<[u32; 2]> = runs
+        .iter()
+        .flat_map(|&(from, to, n)| (0..n).map(move |at| [from + at, to + at]))
+        .collect();
+    for turn in 0..pairs.len() {
+        pairs.rotate_left(turn);
+        for (bytes, gap) in [(96, 0), (96, 7), (700, 0), (3000, 0), (3000, 40)] {
+            let stride = bytes + gap;
+            let offset = 5;
+            let pieces = [
+                Piece {
+                    offset,
+                    stride,
+                    bytes,
+                },
+                Piece {
+                    offset: offset + 70 * stride + 3,
+                    stride,
+                    bytes,
+                },
+            ];
+            assert_copies_exactly(2 * (offset + 70 * stride), &pieces, &pairs, 70);
+        }
+    }
+    assert_eq!(run(&[[1, 7], [2, 8], [3, 10]]), 2);
+    assert_eq!(run(&[[1, 7]]), 1);
+    // Copy-on-write: one source, destinations that follow each other.
+    assert_eq!(run(&[[1, 7], [1, 8]]), 1);
+}
+
+#[test]
 fn interleaved_regions_leave_each_other_alone() {
     // Block-major: one buffer, every layer's piece of a block side by side, with a gap of 5 bytes.
     let bytes = 4096 + 48;

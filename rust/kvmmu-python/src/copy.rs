@@ -1,9 +1,9 @@
-//! `copy_blocks` and `cpu_features`: the CPU mover as Python sees it.
+//! `copy_blocks`, `release_pages`, `cpu_features`: the CPU mover as Python sees it.
 //!
-//! What lives here: reading the two arrays, naming what is wrong with them, and letting go of the
+//! What lives here: reading the arrays, naming what is wrong with them, and letting go of the
 //! interpreter while bytes move. The checks and the copy are those of `kvmmu_copy`.
 
-use kvmmu_copy::{MoveError, Region};
+use kvmmu_copy::{MoveError, Pages, Region, ReleaseError};
 use numpy::{Element, PyArray2, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -144,6 +144,65 @@ pub fn copy_blocks(
         unsafe { kvmmu_copy::copy_blocks(&regions, &pairs) }
     })
     .map_err(|refused| raise(py, refused))
+}
+
+/// Gives whole pages of host memory back to the system, GIL released. Returns their bytes.
+#[pyfunction]
+pub fn release_pages(py: Python<'_>, ranges: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let ranges: Vec<[u64; 2]> = rows(ranges, "ranges", "uint64")?;
+    let ranges: Vec<Pages> = ranges
+        .into_iter()
+        .map(|[address, bytes]| Pages {
+            address: address as usize,
+            bytes: bytes as usize,
+        })
+        .collect();
+    // SAFETY: that nobody needs what the pages hold is what the caller answers for: `kvmmu.KVCache`
+    // gives back those of blocks that are offline, which no sequence has and no step in flight reads,
+    // of tensors that it keeps alive.
+    let released = py.detach(|| unsafe { kvmmu_copy::release_pages(&ranges) });
+    released.map_err(|refused| {
+        let range = |address: usize, bytes: usize| {
+            vec![
+                ("address", Number::from(address)),
+                ("bytes", Number::from(bytes)),
+            ]
+        };
+        let mut numbers = Vec::new();
+        match &refused {
+            ReleaseError::NoPages {
+                address,
+                bytes,
+                page,
+            } => {
+                numbers = range(*address, *bytes);
+                numbers.push(("page_bytes", (*page).into()));
+            }
+            ReleaseError::OtherMemory {
+                address, bytes, at, ..
+            } => {
+                numbers = range(*address, *bytes);
+                numbers.push(("at", (*at).into()));
+            }
+            ReleaseError::Refused {
+                address,
+                bytes,
+                errno,
+                ..
+            } => {
+                numbers = range(*address, *bytes);
+                numbers.push(("errno", Number::Int((*errno).into())));
+            }
+            ReleaseError::Unsupported => {}
+        }
+        error(py, "NotReturnable", refused.to_string(), &numbers)
+    })
+}
+
+/// Bytes of the smallest page of host memory.
+#[pyfunction]
+pub fn page_bytes() -> usize {
+    kvmmu_copy::page_bytes()
 }
 
 /// What the CPU mover found: `avx2`, `non_temporal` (bool each).

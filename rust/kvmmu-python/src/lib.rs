@@ -20,7 +20,7 @@ mod _core {
     use super::*;
 
     #[pymodule_export]
-    use super::copy::{copy_blocks, cpu_features};
+    use super::copy::{copy_blocks, cpu_features, page_bytes, release_pages};
     #[pymodule_export]
     use super::guard::_after_fork;
     #[pymodule_export]

@@ -138,10 +138,6 @@ impl MMU {
         self.core.config().block_size
     }
     #[getter]
-    fn budget_blocks(&self) -> u32 {
-        self.core.config().budget_blocks
-    }
-    #[getter]
     fn null_block(&self) -> u32 {
         self.core.null_block()
     }
@@ -152,6 +148,10 @@ impl MMU {
     #[getter]
     fn max_blocks_per_sequence(&self) -> u32 {
         self.core.config().max_blocks_per_sequence
+    }
+    #[getter]
+    fn budget_blocks(&self) -> u32 {
+        self.core.config().budget_blocks
     }
 
     // -- sequences ---------------------------------------------------------------------------
@@ -382,8 +382,7 @@ impl MMU {
     ) -> PyResult<(u64, Bound<'py, PyArray1<i64>>)> {
         let (start, stop) = (count(start, "start", 0)?, count(stop, "stop", 0)?);
         let lease = self.call(py, |core| core.lease(sequence, start, stop))?;
-        let blocks: Vec<i64> = lease.blocks.into_iter().map(i64::from).collect();
-        Ok((lease.id, blocks.into_pyarray(py)))
+        Ok((lease.id, numbers(py, lease.blocks)))
     }
 
     fn end_lease(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
@@ -406,8 +405,7 @@ impl MMU {
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let references = self.call(py, |core| core.references(blocks.slice()))?;
-        let references: Vec<i64> = references.into_iter().map(i64::from).collect();
-        Ok(references.into_pyarray(py))
+        Ok(numbers(py, references))
     }
 
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -529,6 +527,55 @@ impl MMU {
         self.long(py, |core| core.abort(&moves.0))
     }
 
+    // -- memory given back -------------------------------------------------------------------
+
+    #[pyo3(signature = (num_blocks, *, granule=None, max_blocks=None),
+        text_signature = "($self, num_blocks, *, granule=1, max_blocks=None)")]
+    fn plan_shrink(
+        &self,
+        py: Python<'_>,
+        num_blocks: Any<'_, '_>,
+        granule: Option<Any<'_, '_>>,
+        max_blocks: Option<Any<'_, '_>>,
+    ) -> PyResult<Plan> {
+        let (n, size) = (count(num_blocks, "num_blocks", 1)?, self::granule(granule)?);
+        let most = limit(max_blocks)?;
+        self.long(py, |core| core.plan_shrink(n, size, most))
+            .map(Plan)
+    }
+
+    #[pyo3(signature = (num_blocks, *, granule=None),
+        text_signature = "($self, num_blocks, *, granule=1)")]
+    fn shrink<'py>(
+        &self,
+        py: Python<'py>,
+        num_blocks: Any<'_, '_>,
+        granule: Option<Any<'_, '_>>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let (n, size) = (count(num_blocks, "num_blocks", 0)?, self::granule(granule)?);
+        let gone = self.long(py, |core| core.take_offline(n, size))?;
+        Ok(numbers(py, gone))
+    }
+
+    #[pyo3(signature = (num_blocks=None, *, granule=None),
+        text_signature = "($self, num_blocks=None, *, granule=1)")]
+    fn offline_blocks<'py>(
+        &self,
+        py: Python<'py>,
+        num_blocks: Option<Any<'_, '_>>,
+        granule: Option<Any<'_, '_>>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let n = num_blocks.map_or(Ok(u32::MAX), |value| count(value, "num_blocks", 0))?;
+        let size = self::granule(granule)?;
+        let blocks = self.long(py, |core| core.offline_blocks(n, size))?;
+        Ok(numbers(py, blocks))
+    }
+
+    fn grow(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
+        let blocks = array::<i64>(blocks, "blocks")?;
+        self.call(py, |core| core.bring_online(blocks.slice()))
+    }
+
     // -- checks ------------------------------------------------------------------------------
 
     #[pyo3(signature = (tables=None))]
@@ -556,4 +603,15 @@ impl MMU {
 /// Most moves of one plan.
 fn limit(max_blocks: Option<Any<'_, '_>>) -> PyResult<u32> {
     max_blocks.map_or(Ok(u32::MAX), |value| count(value, "max_blocks", 1))
+}
+
+/// Blocks of an aligned group that goes offline as a whole.
+fn granule(value: Option<Any<'_, '_>>) -> PyResult<u32> {
+    value.map_or(Ok(1), |value| count(value, "granule", 1))
+}
+
+/// Numbers as int64 [n].
+fn numbers(py: Python<'_>, found: Vec<u32>) -> Bound<'_, PyArray1<i64>> {
+    let numbers: Vec<i64> = found.into_iter().map(i64::from).collect();
+    numbers.into_pyarray(py)
 }

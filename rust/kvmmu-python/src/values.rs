@@ -129,6 +129,7 @@ impl Quote {
             kvmmu::When::Now => "now",
             kvmmu::When::Moves => "moves",
             kvmmu::When::Frees => "frees",
+            kvmmu::When::Grows => "grows",
             kvmmu::When::Never => "never",
         }
     }
@@ -256,6 +257,14 @@ impl Plan {
     #[getter]
     fn remaining(&self) -> u32 {
         self.0.remaining
+    }
+    #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (name, moves) in ["windows", "huge_pages", "runs"].iter().zip(self.0.parts) {
+            dict.set_item(name, moves)?;
+        }
+        Ok(dict)
     }
     #[getter]
     fn predicted_run(&self) -> u32 {

@@ -15,7 +15,7 @@ pub enum Error {
         needed: u64,
         /// Empty blocks and cached ones that could be evicted for it.
         available: u64,
-        /// Blocks in the pool.
+        /// Blocks in the pool, those given back not counted.
         num_blocks: u64,
     },
     /// Enough blocks are available, in the wrong shape.
@@ -29,7 +29,7 @@ pub enum Error {
         largest_run: u64,
         /// Available blocks.
         available: u64,
-        /// Blocks in the pool.
+        /// Blocks in the pool, those given back not counted.
         num_blocks: u64,
     },
     /// Blocks of a sequence do not lie as rows of pages need them: all blocks of a page consecutive,
@@ -52,7 +52,7 @@ pub enum Error {
         in_place: u32,
         /// Available blocks.
         available: u32,
-        /// Blocks in the pool.
+        /// Blocks in the pool, those given back not counted.
         num_blocks: u32,
     },
     /// The preallocated nodes of the page table, or the sequence slots, are used up.

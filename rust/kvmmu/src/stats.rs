@@ -79,6 +79,10 @@ counters! {
     moves_dropped,
     /// Moves taken back by `abort`.
     moves_aborted,
+    /// Blocks that went offline.
+    given_back,
+    /// Blocks that came back.
+    taken_back,
 }
 
 /// Adds to a counter.

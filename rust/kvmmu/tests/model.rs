@@ -663,8 +663,8 @@ impl World {
                 assert_eq!(self.mmu.commit(&moves).unwrap() as usize, plan.pairs.len());
                 if quiet {
                     let measure = self.mmu.measure();
-                    assert_eq!(measure.available.largest, plan.predicted_run);
-                    assert_eq!(measure.ratio_available(), plan.predicted_ratio);
+                    assert_eq!(measure.available.largest, plan.predicted_run());
+                    assert_eq!(measure.ratio_available(), plan.predicted_ratio());
                     assert!(!plan.complete || measure.ratio_available() < ratio);
                 }
             }

@@ -18,13 +18,18 @@
 
 use super::measure::{self, WINDOW};
 use super::survey::Sight;
-use super::windows::{Emptied, Held, Lru, Picture};
+use super::windows::{Emptied, Held, Lore, Picture};
 use super::{Goal, Plan, gather};
 use crate::state::{Mmu, Shared};
 use crate::sync::{Ordering, lock};
 
-/// Windows with more live blocks are not emptied in the background.
+/// Windows with more live blocks are not emptied in the background, and when a huge page was missed.
 const MOST_LIVE: u32 = WINDOW / 2;
+const MOST_LIVE_MISSED: u32 = WINDOW * 7 / 8;
+/// Where no huge page was missed, what belongs together is not cut into smaller pieces.
+const FINEST: u32 = 8;
+/// The trigger is on because a huge page was missed.
+const MISSED: u32 = 2;
 /// Sequences in fewer runs are left alone.
 const GATHER_FROM: u32 = 4;
 /// How many sequences a pass looks at to gather one.
@@ -74,16 +79,24 @@ impl Mmu {
         if let Some(filling) = shared.filling {
             picture.keep(filling.window / WINDOW);
         }
-        let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, budget);
-        let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
-        let budget = budget.min(pairs.len() as u32 + self.left_by_guarantee(&picture, &pairs));
+        // A window that is half filled is of use to nobody, so it comes first.
         let mut held = Vec::new();
-        if self.may_fill(&picture) {
-            let left = budget - pairs.len() as u32;
-            held = self.fill_window(&mut shared, &mut picture, left);
+        if shared.filling.is_some() {
+            let most = budget.min(self.left_by_guarantee(&picture, 0));
+            held = self.continue_window(&mut shared, &picture, most);
             picture.moved(&held);
-            pairs.extend(&held);
         }
+        let left = budget - held.len() as u32;
+        let emptied = self.make_free_windows(&mut shared, &sight, &mut picture, left);
+        let (mut pairs, remaining) = (emptied.pairs, emptied.remaining);
+        let windows = pairs.len();
+        let spent = (windows + held.len()) as u32;
+        let budget = budget.min(spent + self.left_by_guarantee(&picture, spent));
+        if held.is_empty() && self.may_fill(&picture) {
+            held = self.start_window(&mut shared, &mut picture, budget - spent);
+            picture.moved(&held);
+        }
+        pairs.extend(&held);
         if self.config.gather_least > 0.0 {
             if self.config.compaction_start.is_some() {
                 // Else the ratio would have what was gathered moved back, and so for ever.
@@ -97,6 +110,8 @@ impl Mmu {
         }
         let complete = remaining == 0;
         let mut plan = self.planned(Goal::Background, pairs, remaining, complete, &sight);
+        let gathered = plan.pairs.len() - windows - held.len();
+        plan.parts = [windows, held.len(), gathered].map(|n| n as u32);
         // The window was empty when the state was read.
         plan.evicts.extend(held.iter().map(|pair| pair[1]));
         Some(plan)
@@ -113,27 +128,38 @@ impl Mmu {
         let missed = self.stats.huge_missed.load(Ordering::Relaxed);
         if missed > shared.missed {
             shared.missed = missed;
-            self.compacting.store(1, Ordering::Relaxed);
+            self.compacting.store(MISSED, Ordering::Relaxed);
         }
-        let mut oldest = self.oldest(shared, sight);
+        let mut lore = Lore {
+            lru: &mut self.oldest(shared, sight),
+            neighbours: &self.neighbours(shared),
+        };
         match self.config.guarantee {
-            Some(slack) => picture.keep_guarantee(slack, budget, &mut oldest),
-            None => self.more_windows(picture, budget, &mut oldest),
+            Some(slack) => {
+                let most = u32::try_from(self.unanswered_frees()).unwrap_or(u32::MAX);
+                picture.keep_guarantee(slack, budget.min(most), &mut lore)
+            }
+            None => self.more_windows(picture, budget, &mut lore),
         }
     }
 
     /// Moves that the guarantee leaves for other purposes: frees that were never answered by a move,
     /// less what is owed and what the next window may cost. So moves never outnumber frees, whatever
     /// they are for.
-    fn left_by_guarantee(&self, picture: &Picture<'_>, pairs: &[[u32; 2]]) -> u32 {
+    fn left_by_guarantee(&self, picture: &Picture<'_>, planned: u32) -> u32 {
         let Some(slack) = self.config.guarantee else {
             return u32::MAX / 2;
         };
+        let reserved = u64::from(planned + picture.held(slack).owed + WINDOW);
+        let left = self.unanswered_frees().saturating_sub(reserved);
+        u32::try_from(left).unwrap_or(u32::MAX / 2)
+    }
+
+    /// Frees less moves.
+    fn unanswered_frees(&self) -> u64 {
         let stats = self.stats();
         let moves = stats.moves_begun - stats.moves_aborted - stats.moves_dropped;
-        let reserved = moves + pairs.len() as u64 + u64::from(picture.held(slack).owed + WINDOW);
-        let frees = stats.freed_blocks + stats.left_cached;
-        u32::try_from(frees.saturating_sub(reserved)).unwrap_or(u32::MAX / 2)
+        (stats.freed_blocks + stats.left_cached).saturating_sub(moves)
     }
 
     /// A window may be filled: under the guarantee only as long as one more may be held.
@@ -170,6 +196,10 @@ impl Mmu {
                 picture.may_move(block) && self.pool.word(block).holders() == 1
             });
             drop(sequence);
+            if let Some(last) = runs.last_mut() {
+                // It grows where it lies: behind another it would soon begin anew.
+                last.movable = false;
+            }
             let least = self.config.gather_least;
             pairs.extend(gather::gather(picture, &mut runs, left, least, false));
         }
@@ -177,14 +207,14 @@ impl Mmu {
     }
 
     /// Windows at most half full are emptied, while the trigger is on.
-    fn more_windows(&self, picture: &mut Picture<'_>, budget: u32, lru: Lru<'_>) -> Emptied {
+    fn more_windows(&self, picture: &mut Picture<'_>, budget: u32, lore: &mut Lore<'_>) -> Emptied {
         let possible = picture.available() / WINDOW;
         let free = picture.free();
         let wanted = |share: f64| (share * f64::from(possible)).ceil() as u32;
         let start = self.config.windows_below;
         let stop = wanted((start + HYSTERESIS).min(1.0));
         // Relaxed: under the gate.
-        if free < wanted(start) {
+        if free < wanted(start) && self.compacting.load(Ordering::Relaxed) == 0 {
             self.compacting.store(1, Ordering::Relaxed);
         } else if free >= stop {
             self.compacting.store(0, Ordering::Relaxed);
@@ -196,7 +226,11 @@ impl Mmu {
                 free,
             };
         }
-        picture.empty_at_most(stop, MOST_LIVE, budget, lru)
+        let most = match self.compacting.load(Ordering::Relaxed) == MISSED {
+            true => (MOST_LIVE_MISSED, 1 << self.middle()),
+            false => (MOST_LIVE, FINEST),
+        };
+        picture.empty_at_most(stop, most, budget, lore)
     }
 
     /// The ratio over available blocks has passed `compaction_start`, until it has fallen below

@@ -6,12 +6,14 @@
 //! - `survey` reads the state for them and plans what a caller wishes;
 //! - `background` is what moves without being asked; `promote` the huge pages that it makes;
 //! - `transaction` is `begin`, `commit` and `abort`;
+//! - `give_back` takes whole groups of blocks offline, and brings them back;
 //! - `moves` is what travels to whoever copies.
 //!
 //! What never lives here: copying.
 
 mod background;
 pub mod gather;
+mod give_back;
 pub mod measure;
 mod moves;
 pub mod plan;

@@ -16,8 +16,8 @@ use crate::state::{Filling, Mmu, Sequence, Shared};
 use crate::sync::lock;
 
 /// Of how many windows one is kept free for new sequences, and how many at most.
-const KEPT: u32 = 20;
-const MOST_KEPT: u32 = 8;
+const KEPT: u32 = 50;
+const MOST_KEPT: u32 = 2;
 
 impl Mmu {
     /// Free windows that are not filled by moving.
@@ -25,8 +25,26 @@ impl Mmu {
         (self.config.num_blocks / WINDOW / KEPT).min(MOST_KEPT)
     }
 
-    /// The next moves that fill a window with a region, at most `budget`.
-    pub(super) fn fill_window(
+    /// The next moves that fill the window that is being filled, at most `budget`; none when it is full
+    /// or cannot be filled.
+    pub(super) fn continue_window(
+        &self,
+        shared: &mut Shared,
+        picture: &Picture<'_>,
+        budget: u32,
+    ) -> Vec<[u32; 2]> {
+        let Some(filling) = shared.filling.filter(|_| budget > 0) else {
+            return Vec::new();
+        };
+        self.continue_filling(&filling, picture, budget)
+            .unwrap_or_else(|| {
+                self.stop_filling(shared);
+                Vec::new()
+            })
+    }
+
+    /// The first moves that fill a free window with a region, if there are both.
+    pub(super) fn start_window(
         &self,
         shared: &mut Shared,
         picture: &mut Picture<'_>,
@@ -36,20 +54,10 @@ impl Mmu {
         if !pages || self.config.placement != Placement::AddressOrder || budget == 0 {
             return Vec::new();
         }
-        if let Some(filling) = shared.filling {
-            match self.continue_filling(&filling, picture, budget) {
-                Some(pairs) => return pairs,
-                None => self.stop_filling(shared),
-            }
+        if shared.filling.is_none() {
+            shared.filling = self.start_filling(shared, picture);
         }
-        match self.start_filling(shared, picture) {
-            Some(filling) => {
-                shared.filling = Some(filling);
-                self.continue_filling(&filling, picture, budget)
-                    .unwrap_or_default()
-            }
-            None => Vec::new(),
-        }
+        self.continue_window(shared, picture, budget)
     }
 
     /// `None`: it is done, or cannot go on.

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use super::measure::WINDOW;
-use super::windows::Picture;
+use super::windows::{Lore, Neighbours, Picture, Together};
 use super::{gather, measure, plan};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
@@ -92,6 +92,8 @@ pub struct Plan {
     pub remaining: u32,
     /// Whether the goal is reached after these moves.
     pub complete: bool,
+    /// Of the moves of the default trigger: those that empty windows, make huge pages, gather runs.
+    pub parts: [u32; 3],
     pub(super) after: After,
 }
 
@@ -143,7 +145,7 @@ impl Pool {
     pub fn refusal(&self, needed: u32) -> Error {
         let runs = self.runs();
         let (needed, available) = (u64::from(needed), u64::from(runs.total));
-        let num_blocks = u64::from(self.num_blocks());
+        let num_blocks = u64::from(self.num_blocks() - self.states().offline);
         if available < needed {
             return Error::OutOfBlocks {
                 needed,
@@ -213,7 +215,7 @@ impl Mmu {
 
     /// Why no moves reach a goal, as an error of the manager.
     pub(super) fn impossible(&self, impossible: plan::Impossible) -> Error {
-        let num_blocks = u64::from(self.config.num_blocks);
+        let num_blocks = u64::from(self.online());
         let fragmented = |needed: u64, largest_run: u64| Error::Fragmented {
             needed,
             largest_run,
@@ -263,8 +265,11 @@ impl Mmu {
         let shared = self.shared();
         let sight = self.sight(&shared);
         let mut picture = Picture::new(sight.snapshot(), size, self.middle());
-        let found = picture.empty_groups(k, max_moves, &mut self.oldest(&shared, &sight));
-        drop(shared);
+        let mut lore = Lore {
+            lru: &mut self.oldest(&shared, &sight),
+            neighbours: &self.neighbours(&shared),
+        };
+        let found = picture.empty_groups(k, max_moves, &mut lore);
         let emptied = found.map_err(|impossible| self.impossible(impossible))?;
         let complete = emptied.remaining == 0 && emptied.free >= k;
         Ok(self.planned(goal, emptied.pairs, emptied.remaining, complete, &sight))
@@ -286,7 +291,11 @@ impl Mmu {
         let mut complete = true;
         if pairs.is_empty() && remaining > 0 {
             let more = picture.free() + 1;
-            if let Ok(emptied) = picture.empty_groups(more, max_moves, &mut self.oldest(&shared, &sight)) {
+            let mut lore = Lore {
+                lru: &mut self.oldest(&shared, &sight),
+                neighbours: &self.neighbours(&shared),
+            };
+            if let Ok(emptied) = picture.empty_groups(more, max_moves, &mut lore) {
                 complete = emptied.pairs.is_empty();
                 remaining += emptied.remaining;
                 pairs = emptied.pairs;
@@ -309,6 +318,11 @@ impl Mmu {
         let (space, mapped) = (sequence.space, self.blocks_for(sequence.tokens));
         let blocks = self.table.blocks(space, sequence.first, mapped);
         gather::runs(space.virtual_of(sequence.first), &blocks, movable)
+    }
+
+    /// Who maps the blocks that are to be moved next to what.
+    pub(super) fn neighbours<'a>(&'a self, shared: &'a Shared) -> Mapped<'a> {
+        Mapped { mmu: self, shared }
     }
 
     /// log2 of the page size that moved pieces are kept aligned to.
@@ -338,6 +352,7 @@ impl Mmu {
             goal,
             complete,
             remaining,
+            parts: [0; 3],
             after: After {
                 bits: after,
                 num_blocks: self.config.span(),
@@ -410,7 +425,10 @@ impl Mmu {
             cached,
             movable,
             soon,
-            held: held.into_iter().filter(|block| !filled.contains(block)).collect(),
+            held: held
+                .into_iter()
+                .filter(|block| !filled.contains(block))
+                .collect(),
         }
     }
 
@@ -448,6 +466,36 @@ impl Mmu {
                     set(movable, block, false);
                 }
             }
+        }
+    }
+}
+
+/// Who maps blocks next to what, by the reverse map and the page table.
+pub(super) struct Mapped<'a> {
+    mmu: &'a Mmu,
+    shared: &'a Shared,
+}
+
+impl Neighbours for Mapped<'_> {
+    fn run(&self, block: u32, most: u32) -> Together {
+        let Some((slot, at)) = self.mmu.first_mapping(self.shared, block) else {
+            return ().run(1, 1);
+        };
+        let sequence = lock(&self.mmu.slots[slot as usize]);
+        let (space, index) = (sequence.space, sequence.space.logical_of(at));
+        let mapped = self.mmu.blocks_for(sequence.tokens);
+        let table = &self.mmu.table;
+        let before = (index > sequence.first).then(|| table.block(space, index - 1));
+        let blocks = table.blocks(space, index, mapped.min(index + most));
+        let together = (block..)
+            .zip(&blocks)
+            .take_while(|&(at, &block)| at == block);
+        let len = together.count() as u32;
+        let ends = index + len == mapped && self.mmu.has_holds();
+        Together {
+            len,
+            before,
+            spare: if ends { self.mmu.config.hold_blocks } else { 0 },
         }
     }
 }

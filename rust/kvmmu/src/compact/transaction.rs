@@ -185,13 +185,7 @@ impl Mmu {
     }
 
     /// The destination becomes what the source was.
-    fn flip(
-        &self,
-        shared: &mut Shared,
-        m: &Move,
-        word: Word,
-        touched: &mut Vec<(u32, u32)>,
-    ) {
+    fn flip(&self, shared: &mut Shared, m: &Move, word: Word, touched: &mut Vec<(u32, u32)>) {
         let &Move {
             source,
             destination,

@@ -24,11 +24,18 @@ use std::ops::Range;
 use super::measure::longest;
 use super::plan::{Impossible, Snapshot, clear, count, is_set, set};
 
+/// How many groups a pass tries to empty in which pieces do not fit elsewhere.
+const TRIES: u32 = 16;
 /// How many cached blocks are looked at for each destination that is wanted.
 const LOOKS: usize = 16;
 
-/// Cached blocks, the least recently used first.
-pub type Lru<'a> = &'a mut dyn Iterator<Item = u32>;
+/// What planning asks beside the picture.
+pub struct Lore<'a> {
+    /// Cached blocks, the least recently used first.
+    pub lru: &'a mut dyn Iterator<Item = u32>,
+    /// Who maps blocks next to what.
+    pub neighbours: &'a dyn Neighbours,
+}
 
 /// What lies in an aligned group of blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -78,6 +85,34 @@ pub fn census(s: &Snapshot<'_>, size: u32) -> Vec<Group> {
         .collect()
 }
 
+/// What is known of the blocks that lie together: who maps them next to what.
+pub trait Neighbours {
+    /// Of the `most` consecutive blocks from one on: those that belong together.
+    fn run(&self, block: u32, most: u32) -> Together;
+}
+
+/// The first blocks of a run that belong to one sequence, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Together {
+    /// How many.
+    pub len: u32,
+    /// The block that the sequence has before them.
+    pub before: Option<u32>,
+    /// Empty blocks that are wanted behind them, for a sequence that ends here and grows.
+    pub spare: u32,
+}
+
+/// Nothing is known: consecutive blocks belong together.
+impl Neighbours for () {
+    fn run(&self, _block: u32, most: u32) -> Together {
+        Together {
+            len: most,
+            before: None,
+            spare: 0,
+        }
+    }
+}
+
 /// Moves that empty groups.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Emptied {
@@ -105,6 +140,8 @@ pub struct Picture<'a> {
     longest: Vec<u32>,
     taken: Vec<u64>,
     emptying: Vec<bool>,
+    /// Groups that something moves to.
+    received: Vec<bool>,
     /// The last group, if it is a short one, may be filled even if nothing lies in it: it never counts
     /// as free.
     opens_short: bool,
@@ -125,6 +162,7 @@ impl<'a> Picture<'a> {
             longest: groups.iter().map(|group| group.empty).collect(),
             taken: Vec::new(),
             emptying: vec![false; groups.len()],
+            received: vec![false; groups.len()],
             opens_short: true,
             groups,
             s,
@@ -154,7 +192,6 @@ impl<'a> Picture<'a> {
     }
 
     /// Moves that make `k` groups free, those that are free now among them; at most `max_moves` now.
-    /// `lru` yields cached blocks, the least recently used first.
     ///
     /// # Errors
     /// [`Impossible`] when no number of moves does: too few blocks are available, or stuck ones lie in
@@ -163,7 +200,7 @@ impl<'a> Picture<'a> {
         &mut self,
         k: u32,
         max_moves: u32,
-        lru: Lru<'_>,
+        lore: &mut Lore<'_>,
     ) -> Result<Emptied, Impossible> {
         let available = self.available();
         let need = k.saturating_mul(self.size);
@@ -181,11 +218,18 @@ impl<'a> Picture<'a> {
             });
         }
         self.cheapest(&mut order, k as usize);
-        Ok(self.evacuate(&order, max_moves, lru))
+        Ok(self.evacuate(&order, max_moves, 1, lore))
     }
 
-    /// Moves towards `k` free groups, of which only those with at most `most` live blocks are emptied.
-    pub fn empty_at_most(&mut self, k: u32, most: u32, max_moves: u32, lru: Lru<'_>) -> Emptied {
+    /// Moves towards `k` free groups, of which only those with at most `most` live blocks are emptied,
+    /// and only as far as what belongs together stays in pieces of at least `finest` blocks.
+    pub fn empty_at_most(
+        &mut self,
+        k: u32,
+        (most, finest): (u32, u32),
+        max_moves: u32,
+        lore: &mut Lore<'_>,
+    ) -> Emptied {
         let mut order: Vec<u32> = (0..self.complete())
             .filter(|&group| {
                 let group = &self.groups[group as usize];
@@ -194,7 +238,27 @@ impl<'a> Picture<'a> {
             .collect();
         let k = (k as usize).min(order.len());
         self.cheapest(&mut order, k);
-        self.evacuate(&order, max_moves, lru)
+        // Pieces may go to groups whose turn comes later, if they find room as a whole nowhere else: two
+        // half empty ones become one.
+        let mut all = Emptied {
+            pairs: Vec::new(),
+            remaining: 0,
+            free: 0,
+        };
+        let mut tries = TRIES;
+        for &group in &order {
+            let left = max_moves - all.pairs.len() as u32;
+            tries = tries.saturating_sub(1);
+            if left > 0 && tries > 0 && !self.received[group as usize] {
+                let emptied = self.evacuate(&[group], left, finest, lore);
+                all.pairs.extend(emptied.pairs);
+            }
+        }
+        // What has come to a group meanwhile would have to leave it again.
+        let live = order.iter().map(|&group| self.groups[group as usize].movable);
+        all.remaining = live.sum();
+        all.free = self.free();
+        all
     }
 
     /// Leaves the `k` groups with the fewest live blocks, cheapest first, the lowest on ties.
@@ -211,7 +275,13 @@ impl<'a> Picture<'a> {
     }
 
     /// Empties groups in this order.
-    fn evacuate(&mut self, order: &[u32], max_moves: u32, lru: Lru<'_>) -> Emptied {
+    fn evacuate(
+        &mut self,
+        order: &[u32],
+        max_moves: u32,
+        finest: u32,
+        lore: &mut Lore<'_>,
+    ) -> Emptied {
         for &group in order {
             self.emptying[group as usize] = true;
         }
@@ -220,23 +290,25 @@ impl<'a> Picture<'a> {
         let mut remaining = 0;
         let mut stop = false;
         for &group in order {
-            let first = group * self.size;
-            let range = first..self.s.num_blocks.min(first + self.size);
-            let mut at = range.start;
             let live = self.groups[group as usize].movable;
-            let before = pairs.len() as u32;
-            while !stop && let Some(piece) = next_run(&self.movable, at..range.end) {
+            let before = pairs.len();
+            let pieces = match stop {
+                true => Vec::new(),
+                false => self.pieces(group, lore),
+            };
+            for (start, together) in pieces {
                 let left = max_moves - pairs.len() as u32;
-                let mut piece = piece;
-                if piece.len() as u32 > left {
-                    piece.end = piece.start + self.cut(piece.start, left);
+                let n = match together.len > left {
+                    true => self.cut(start, left),
+                    false => together.len,
+                };
+                stop =
+                    n == 0 || !self.move_run(start..start + n, together, finest, &mut pairs, lore);
+                if stop {
+                    break;
                 }
-                if piece.is_empty() || !self.move_piece(piece.clone(), &mut pairs, lru) {
-                    stop = true;
-                }
-                at = piece.end;
             }
-            let moved = pairs.len() as u32 - before;
+            let moved = (pairs.len() - before) as u32;
             remaining += live - moved;
             let it = &mut self.groups[group as usize];
             it.movable -= moved;
@@ -252,6 +324,26 @@ impl<'a> Picture<'a> {
         }
     }
 
+    /// What lies in a group, in pieces that belong together, the longest first: it is the hardest to
+    /// find room for.
+    fn pieces(&self, group: u32, lore: &Lore<'_>) -> Vec<(u32, Together)> {
+        let first = group * self.size;
+        let end = self.s.num_blocks.min(first + self.size);
+        let mut pieces = Vec::new();
+        let mut at = first;
+        while let Some(run) = next_run(&self.movable, at..end) {
+            // What is one block need not be kept together.
+            let together = match run.len() as u32 {
+                1 => ().run(run.start, 1),
+                most => lore.neighbours.run(run.start, most),
+            };
+            pieces.push((run.start, together));
+            at = run.start + together.len;
+        }
+        pieces.sort_by_key(|(_, together)| std::cmp::Reverse(together.len));
+        pieces
+    }
+
     /// At most `most` blocks of a piece from `start` on, up to the end of a page if there is one.
     fn cut(&self, start: u32, most: u32) -> u32 {
         let page = 1 << self.align;
@@ -259,8 +351,71 @@ impl<'a> Picture<'a> {
         if whole > start { whole - start } else { most }
     }
 
-    /// Moves consecutive blocks, in one run or in several. `false`: no room is left.
-    fn move_piece(&mut self, piece: Range<u32>, pairs: &mut Vec<[u32; 2]>, lru: Lru<'_>) -> bool {
+    /// Moves what belongs together, or the first part of it: behind what comes before it, or to a run in
+    /// which all of it has room.
+    fn move_run(
+        &mut self,
+        piece: Range<u32>,
+        together: Together,
+        finest: u32,
+        pairs: &mut Vec<[u32; 2]>,
+        lore: &mut Lore<'_>,
+    ) -> bool {
+        let n = piece.len() as u32;
+        let behind = together.before.map(|before| before + 1);
+        let behind = behind.filter(|&first| self.empty_from(first, n) == n);
+        let whole = together.len + together.spare;
+        let found = match behind {
+            Some(first) => {
+                self.take(first, n);
+                Some(first)
+            }
+            // What does not fit as a whole goes where much of it does.
+            None => [whole, together.len, together.len / 2, together.len / 4]
+                .into_iter()
+                .filter(|&room| room > n)
+                .find_map(|room| self.take_part(room, n, piece.start)),
+        };
+        match found {
+            Some(first) => {
+                pairs.extend(piece.zip(first..).map(|(from, to)| [from, to]));
+                true
+            }
+            None => {
+                let before = pairs.len();
+                let done = self.move_piece(piece, finest, pairs, lore);
+                if !done && finest > 1 {
+                    // All or nothing, where pieces are to stay whole.
+                    pairs.drain(before..).for_each(|[_, to]| self.put_back(to));
+                }
+                done
+            }
+        }
+    }
+
+    fn put_back(&mut self, block: u32) {
+        let group = (block / self.size) as usize;
+        let it = &mut self.groups[group];
+        it.movable -= 1;
+        it.available += 1;
+        if is_set(self.s.empty, block) {
+            set(&mut self.empty, block);
+            it.empty += 1;
+            self.longest[group] = it.empty;
+        } else {
+            clear(&mut self.taken, block);
+        }
+    }
+
+    /// Moves consecutive blocks, in one run or in several of at least `finest` blocks. `false`: no room
+    /// is left.
+    fn move_piece(
+        &mut self,
+        piece: Range<u32>,
+        finest: u32,
+        pairs: &mut Vec<[u32; 2]>,
+        lore: &mut Lore<'_>,
+    ) -> bool {
         let n = piece.len() as u32;
         if n == 0 {
             return true;
@@ -269,8 +424,11 @@ impl<'a> Picture<'a> {
             pairs.extend(piece.zip(first..first + n).map(|(from, to)| [from, to]));
             return true;
         }
+        if n < 2 * finest && finest > 1 {
+            return false;
+        }
         if n == 1 {
-            let Some(block) = self.take_cached(lru) else {
+            let Some(block) = self.take_cached(lore) else {
                 return false;
             };
             pairs.push([piece.start, block]);
@@ -284,8 +442,8 @@ impl<'a> Picture<'a> {
             false if half / page * page > piece.start => half / page * page,
             false => half,
         };
-        self.move_piece(piece.start..middle, pairs, lru)
-            && self.move_piece(middle..piece.end, pairs, lru)
+        self.move_piece(piece.start..middle, finest, pairs, lore)
+            && self.move_piece(middle..piece.end, finest, pairs, lore)
     }
 
     /// Sorts the groups with live blocks that have empty ones, the fullest first.
@@ -304,16 +462,29 @@ impl<'a> Picture<'a> {
     /// Takes a run of `n` empty blocks in the fullest group that has one, at the same place against
     /// pages of middle size as `at` if it can be.
     pub(super) fn take_run(&mut self, n: u32, at: u32) -> Option<u32> {
+        self.take_part(n, n, at)
+    }
+
+    /// Takes the first `n` of a run of `whole` empty blocks.
+    fn take_part(&mut self, whole: u32, n: u32, at: u32) -> Option<u32> {
         let page = 1u32 << self.align;
-        let aligned = n >= page || (at % page) + n <= page;
+        let aligned = whole >= page || (at % page) + whole <= page;
         // Pieces that fill or lie in a page keep their place in it; for others it does not matter.
-        if page > 1 && n > 1 && aligned {
-            let found = self.find_run(n, page, at % page);
-            if found.is_some() {
-                return found;
-            }
+        let mut found = None;
+        if page > 1 && whole > 1 && aligned {
+            found = self.find_run(whole, page, at % page);
         }
-        self.find_run(n, 1, 0)
+        let first = found.or_else(|| self.find_run(whole, 1, 0))?;
+        self.take(first, n);
+        Some(first)
+    }
+
+    /// These empty blocks are taken.
+    fn take(&mut self, first: u32, n: u32) {
+        for block in first..first + n {
+            clear(&mut self.empty, block);
+        }
+        self.fill((first / self.size) as usize, n);
     }
 
     /// A group is not to be touched: neither emptied nor counted as free.
@@ -388,6 +559,7 @@ impl<'a> Picture<'a> {
         true
     }
 
+    /// The first run of `n` empty blocks in the fullest group that has one.
     fn find_run(&mut self, n: u32, page: u32, phase: u32) -> Option<u32> {
         // From the back: the fullest.
         for i in (0..self.targets.len()).rev() {
@@ -404,13 +576,6 @@ impl<'a> Picture<'a> {
                 let shift = phase.wrapping_sub(run.start) & (page - 1);
                 let start = run.start + shift;
                 if start + n <= run.end {
-                    for block in start..start + n {
-                        clear(&mut self.empty, block);
-                    }
-                    self.fill(group, n);
-                    if self.groups[group].empty == 0 {
-                        self.targets.remove(i);
-                    }
                     return Some(start);
                 }
                 at = run.end;
@@ -422,11 +587,13 @@ impl<'a> Picture<'a> {
 
     /// The least recently used cached block in a group with live blocks; when none is found soon, any
     /// in the fullest.
-    fn take_cached(&mut self, lru: Lru<'_>) -> Option<u32> {
+    fn take_cached(&mut self, lore: &mut Lore<'_>) -> Option<u32> {
         if self.taken.is_empty() {
             self.taken = vec![0; self.empty.len()];
         }
-        let found = lru.take(LOOKS).find(|&block| self.may_evict(block));
+        let found = (0..LOOKS)
+            .map_while(|_| lore.lru.next())
+            .find(|&block| self.may_evict(block));
         let found = found.or_else(|| {
             let open = |at: &usize| !self.is_closed(*at);
             let mut groups: Vec<usize> = (0..self.groups.len()).filter(open).collect();
@@ -455,6 +622,7 @@ impl<'a> Picture<'a> {
     }
 
     fn fill(&mut self, group: usize, n: u32) {
+        self.received[group] = true;
         let it = &mut self.groups[group];
         it.empty -= n;
         it.available -= n;
@@ -542,7 +710,7 @@ impl Picture<'_> {
     }
 
     /// The moves that are owed to the guarantee, at most `max_moves` now.
-    pub fn keep_guarantee(&mut self, slack: u32, max_moves: u32, lru: Lru<'_>) -> Emptied {
+    pub fn keep_guarantee(&mut self, slack: u32, max_moves: u32, lore: &mut Lore<'_>) -> Emptied {
         // A short window counts as held like any.
         self.opens_short = false;
         let held = self.held(slack);
@@ -555,7 +723,7 @@ impl Picture<'_> {
             .collect();
         let k = (excess as usize).min(order.len());
         self.cheapest(&mut order, k);
-        self.evacuate(&order, max_moves, lru)
+        self.evacuate(&order, max_moves, 1, lore)
     }
 }
 
@@ -576,6 +744,14 @@ pub(super) mod tests {
         Stuck,
     }
     use State::*;
+
+    /// Nothing is known of who maps what.
+    fn known(lru: &mut dyn Iterator<Item = u32>) -> Lore<'_> {
+        Lore {
+            lru,
+            neighbours: &(),
+        }
+    }
 
     /// A pool as a list of states, with its words beside it, in groups of `size`.
     #[derive(Clone, Debug)]
@@ -636,7 +812,7 @@ pub(super) mod tests {
 
         fn empty_groups(&self, k: u32, most: u32, align: u32) -> Result<Emptied, Impossible> {
             let mut lru = self.all(Cached).into_iter().rev();
-            self.picture(align).empty_groups(k, most, &mut lru)
+            self.picture(align).empty_groups(k, most, &mut known(&mut lru))
         }
 
         fn group(&self, group: u32) -> &[State] {
@@ -835,19 +1011,27 @@ pub(super) mod tests {
         fn groups_with_many_live_blocks_are_not_emptied_in_the_background(
             states in states(), size in prop_oneof![Just(16u32), Just(64), Just(512)],
             align in 0..3u32, k in 0..12u32, most in 0..40u32, budget in 0..80u32,
+            finest in prop_oneof![Just(1u32), Just(4), Just(8)],
         ) {
-            let mut model = Model::new(states, size);
+            let before = Model::new(states, size);
+            let mut model = before.clone();
             let order = model.cheapest(k, most);
             let mut lru = model.all(Cached).into_iter();
-            let plan = model.picture(align).empty_at_most(k, most, budget, &mut lru);
+            let mut picture = before.picture(align);
+            let plan = picture.empty_at_most(k, (most, finest), budget, &mut known(&mut lru));
             prop_assert!(plan.pairs.len() <= budget as usize);
-            let [mut sources, mut groups] = [vec![], vec![]];
-            for [source, _] in &plan.pairs {
-                sources.push(*source);
-                groups.push(source / size);
+            model.apply(&plan.pairs);
+            let sources: BTreeSet<u32> = plan.pairs.iter().map(|pair| pair[0] / size).collect();
+            for group in &sources {
+                prop_assert!(order.contains(group) && before.live_in(*group) <= most);
             }
-            prop_assert!(groups.iter().all(|group| model.live_in(*group) <= most));
-            model.carry_out(&plan, &order);
+            for pair in &plan.pairs {
+                let to = pair[1] / size;
+                prop_assert!(!sources.contains(&to) && !before.is_closed(to), "{pair:?}");
+            }
+            prop_assert_eq!(plan.free, model.free());
+            let left: u32 = order.iter().map(|group| model.live_in(*group)).sum();
+            prop_assert_eq!(plan.remaining, left);
         }
 
         /// One piece in the group to be emptied, and holes in others.
@@ -906,7 +1090,7 @@ pub(super) mod tests {
         let model = Model::of("xx..x.x.x.x.x.x.x.x...", 4);
         let held = model.picture(0).held(0);
         assert_eq!((held.windows, held.allowed, held.owed), (5, 4, 2));
-        let plan = (model.picture(0)).keep_guarantee(0, 9, &mut std::iter::empty());
+        let plan = (model.picture(0)).keep_guarantee(0, 9, &mut known(&mut std::iter::empty()));
         assert_eq!(plan.pairs, [[0, 5], [1, 7]], "though a run is empty there");
         let plan = model.empty_groups(2, 9, 0).expect("room for it");
         assert_eq!(plan.pairs[..2], [[0, 20], [1, 21]]);
@@ -1012,12 +1196,12 @@ pub(super) mod tests {
         assert_eq!((more, worst), (0, 0), "one size of page: exact");
         let [pools, more, worst, best] = excess(0..1 << 16, 16, 8, 2);
         assert_eq!((pools, best), (38_692, 91_172));
-        assert!(more <= 2_966 && worst <= 1, "{more} pages cut, {worst}");
+        assert!(more <= 2_093 && worst <= 1, "{more} pages cut, {worst}");
         let mut seed = 5;
         let random = (0..20_000).map(|_| random(&mut seed) as u32 | random(&mut seed) as u32);
         let [pools, more, worst, best] = excess(random, 32, 8, 2);
         assert_eq!((pools, best), (11_240, 42_707));
-        assert!(more <= 1_254 && worst <= 2, "{more} pages cut, {worst}");
+        assert!(more <= 1_149 && worst <= 2, "{more} pages cut, {worst}");
     }
 
     // -- the guarantee -----------------------------------------------------------------------------
@@ -1094,10 +1278,8 @@ pub(super) mod tests {
         fn pass(&mut self, budget: u32) -> Held {
             self.model = Model::new(std::mem::take(&mut self.model.states), self.model.size);
             let mut lru = self.model.all(Cached).into_iter();
-            let plan = self
-                .model
-                .picture(0)
-                .keep_guarantee(self.slack, budget, &mut lru);
+            let mut picture = self.model.picture(0);
+            let plan = picture.keep_guarantee(self.slack, budget, &mut known(&mut lru));
             assert!(plan.pairs.len() as u32 <= budget);
             self.moves += plan.pairs.len() as u32;
             self.model.apply(&plan.pairs);

@@ -735,7 +735,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         Error::OutOfBlocks {
             needed,
             available: u64::from(self.empty()),
-            num_blocks: u64::from(self.usable()),
+            num_blocks: u64::from(self.usable() - self.states().offline),
         }
     }
 

@@ -46,6 +46,8 @@ pub enum When {
     Moves,
     /// When others have released enough.
     Frees,
+    /// When blocks that were given back are in the pool again.
+    Grows,
     /// Never: larger than the pool or a limit.
     Never,
 }
@@ -91,7 +93,11 @@ impl Mmu {
         let blocks = self.checked_blocks(0, tokens.len())?;
         self.check_orders(opening.page_orders)?;
         let (slot, mut sequence) = self.take_slot()?;
-        let regions = if opening.require_huge { blocks / REGION } else { 0 };
+        let regions = if opening.require_huge {
+            blocks / REGION
+        } else {
+            0
+        };
         let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let opened = self.fill(slot, &mut sequence, blocks, tokens, keys, opening);
         let id = id(sequence.generation, slot);
@@ -353,6 +359,8 @@ impl Mmu {
             || !self.table.could_hold(total as u32);
         let when = if never {
             When::Never
+        } else if total > self.online() as usize {
+            When::Grows
         } else if needed > available as usize || !self.has_room(total as u32) {
             When::Frees
         } else {

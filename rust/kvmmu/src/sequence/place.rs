@@ -137,7 +137,7 @@ impl Mmu {
             return Err(Error::OutOfBlocks {
                 needed: u64::from(needed),
                 available: u64::from(reserved + evictable + self.holds.total()),
-                num_blocks: u64::from(self.config.num_blocks),
+                num_blocks: u64::from(self.online()),
             });
         }
         Ok(Reserved {
@@ -343,7 +343,7 @@ impl Mmu {
         self.config.page_orders == PageOrders::SINGLE && !self.has_holds()
     }
 
-    pub(super) fn has_holds(&self) -> bool {
+    pub(crate) fn has_holds(&self) -> bool {
         self.config.hold_blocks > 0
             && self.config.placement == Placement::AddressOrder
             && self.config.guarantee.is_none()
@@ -475,7 +475,7 @@ impl Mmu {
     }
 
     /// Empties the evictable blocks of a range.
-    fn evict_among(&self, shared: &mut Shared, blocks: Range<u32>) {
+    pub(crate) fn evict_among(&self, shared: &mut Shared, blocks: Range<u32>) {
         let mut empty = Vec::new();
         for block in blocks {
             if self.pool.is_evictable(block) {

@@ -299,7 +299,7 @@ impl Rows {
                 needed: (end - (group << order)).min(1 << order),
                 in_place,
                 available: mmu.states().available,
-                num_blocks: mmu.config.num_blocks,
+                num_blocks: mmu.online(),
             }
         };
         // The last page that is known to be one may have grown since.

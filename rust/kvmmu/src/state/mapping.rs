@@ -248,6 +248,15 @@ impl Mmu {
         sequence.version = sequence.version.wrapping_add(1);
     }
 
+    /// One place where a block is mapped: (slot, virtual block).
+    pub(crate) fn first_mapping(&self, shared: &Shared, block: u32) -> Option<(u32, u32)> {
+        self.reverse.pages_of(block).find_map(|(order, page)| {
+            let loc = self.reverse.first(&shared.chains, (order, page))?;
+            let (slot, at) = self.table.whose(loc);
+            Some((slot, at + block - (page << order)))
+        })
+    }
+
     /// Every place where a block is mapped: (slot, virtual block).
     pub(crate) fn mappings(&self, shared: &Shared, block: u32) -> Vec<(u32, u32)> {
         let mut entries = Vec::new();

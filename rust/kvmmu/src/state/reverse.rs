@@ -219,6 +219,18 @@ impl Reverse {
         }
     }
 
+    /// One of the entries that map a page.
+    pub(crate) fn first(&self, chains: &Chains, page: PageOf) -> Option<Loc> {
+        match self.load(page) {
+            0 => None,
+            word if word & CHAIN == 0 => Some(word - 1),
+            word => match chains.pair_of(word) {
+                Some((_, both)) => Some(both[0]),
+                None => chains.each(word & !CHAIN).next(),
+            },
+        }
+    }
+
     /// Pages of the configured orders that a block lies in, the largest first.
     pub(crate) fn pages_of(&self, block: u32) -> impl Iterator<Item = PageOf> + '_ {
         let orders = (0..ORDERS as u32).rev();
