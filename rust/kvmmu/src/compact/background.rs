@@ -95,6 +95,10 @@ impl Mmu {
         if held.is_empty() && self.may_fill(&picture) {
             held = self.start_window(&mut shared, &mut picture, budget - spent);
             picture.moved(&held);
+            if let Some(filling) = shared.filling {
+                // Its blocks were empty when the state was read; now they are held.
+                picture.spare(filling.window..filling.window + WINDOW);
+            }
         }
         pairs.extend(&held);
         if self.config.gather_least > 0.0 {

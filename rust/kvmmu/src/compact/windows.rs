@@ -255,7 +255,9 @@ impl<'a> Picture<'a> {
             }
         }
         // What has come to a group meanwhile would have to leave it again.
-        let live = order.iter().map(|&group| self.groups[group as usize].movable);
+        let live = order
+            .iter()
+            .map(|&group| self.groups[group as usize].movable);
         all.remaining = live.sum();
         all.free = self.free();
         all
@@ -498,7 +500,12 @@ impl<'a> Picture<'a> {
         let now: Vec<u64> = now.map(|(empty, cached)| empty | cached).collect();
         let longest = longest(&now, self.s.num_blocks);
         let first = longest.largest_start;
-        for block in first..first + longest.largest {
+        self.spare(first..first + longest.largest);
+    }
+
+    /// Nothing is moved into these blocks.
+    pub(super) fn spare(&mut self, blocks: Range<u32>) {
+        for block in blocks {
             if is_set(&self.empty, block) {
                 clear(&mut self.empty, block);
                 self.groups[(block / self.size) as usize].empty -= 1;
@@ -606,6 +613,7 @@ impl<'a> Picture<'a> {
         });
         if let Some(block) = found {
             set(&mut self.taken, block);
+            self.received[(block / self.size) as usize] = true;
             let group = &mut self.groups[(block / self.size) as usize];
             group.available -= 1;
             group.movable += 1;
@@ -812,7 +820,8 @@ pub(super) mod tests {
 
         fn empty_groups(&self, k: u32, most: u32, align: u32) -> Result<Emptied, Impossible> {
             let mut lru = self.all(Cached).into_iter().rev();
-            self.picture(align).empty_groups(k, most, &mut known(&mut lru))
+            self.picture(align)
+                .empty_groups(k, most, &mut known(&mut lru))
         }
 
         fn group(&self, group: u32) -> &[State] {
@@ -988,7 +997,11 @@ pub(super) mod tests {
             let cost: u32 = order.iter().map(|group| model.live_in(*group)).sum();
             match model.empty_groups(k, budget, align) {
                 Ok(plan) => {
-                    prop_assert_eq!(plan.pairs.len() as u32, cost.min(budget), "nothing is left undone");
+                    // A budget may end a pass at the end of a page.
+                    let moves = plan.pairs.len() as u32;
+                    prop_assert!(moves <= cost.min(budget));
+                    prop_assert!(cost > budget || moves == cost, "{moves} of {cost}");
+                    prop_assert!(moves + (1 << align) > cost.min(budget), "{moves} of {budget}");
                     let soon = order.iter().any(|group| model.group(*group).contains(&Soon));
                     prop_assert!(plan.remaining > 0 || plan.free >= k || soon);
                     model.carry_out(&plan, &order);
@@ -1071,7 +1084,7 @@ pub(super) mod tests {
                 let plan = model.empty_groups(1, u32::MAX, align).expect("room for it");
                 model.carry_out(&plan, &[0]);
                 let together = plan.pairs.windows(2).all(|w| w[1][1] == w[0][1] + 1);
-                prop_assert_eq!(together, whole || together && n == 1 , "{:?}", plan.pairs);
+                prop_assert!(!whole || together, "{:?}", plan.pairs);
                 prop_assert!(!in_place || plan.pairs[0][1] % page == at % page);
             }
         }
