@@ -384,7 +384,10 @@ impl Mmu {
     /// asked for any. (How many windows are held is bounded after a pass.)
     fn check_guarantee(&self, shared: &Shared) -> Check {
         let stats = self.stats();
-        let (moves, frees) = (stats.moves_committed, stats.freed_blocks + stats.left_cached);
+        let (moves, frees) = (
+            stats.moves_committed,
+            stats.freed_blocks + stats.left_cached,
+        );
         ensure!(
             self.config.guarantee.is_none() || shared.asked > 0 || moves <= frees,
             "{moves} moves under the guarantee, {frees} frees"

@@ -159,7 +159,10 @@ impl World {
             _ if self.guaranteed => self.mmu.plan_compaction(None),
             0 | 1 => self.mmu.plan_below(0.02, 16).ok(),
             2 => self.mmu.plan_free_run(8 + random.below(56) as u32, 16).ok(),
-            3 => self.mmu.plan_huge_pages(1 + random.below(2) as u32, 64).ok(),
+            3 => self
+                .mmu
+                .plan_huge_pages(1 + random.below(2) as u32, 64)
+                .ok(),
             4 => self.mmu.plan_groups(8, 1 + random.below(9) as u32, 16).ok(),
             5 | 6 => (sequences.first()).and_then(|&id| self.mmu.plan_gather(id, 16).ok()),
             _ => self.mmu.plan_compaction(None),
