@@ -279,7 +279,7 @@ mod tests {
             let mut seed = seed;
             // Some of the live blocks, also stuck ones, in stretches of any order.
             let live = (0..).zip(&model.states).filter(|(_, s)| matches!(s, State::Movable | State::Stuck));
-            let mine: Vec<u32> = live.map(|(b, _)| b).filter(|_| random(&mut seed) % share > 0).collect();
+            let mine: Vec<u32> = live.map(|(b, _)| b).filter(|_| !random(&mut seed).is_multiple_of(share)).collect();
             let mut pieces: Vec<&[u32]> = mine.chunks(1 + (seed % 5) as usize).collect();
             for i in (1..pieces.len()).rev() {
                 pieces.swap(i, random(&mut seed) as usize % (i + 1));

@@ -1118,7 +1118,7 @@ pub(super) mod tests {
         let mut rest = blocks;
         for order in (0..=order).rev() {
             for first in (0..32).step_by(1 << order) {
-                let page = ((1u64 << (1 << order)) - 1 << first) as u32;
+                let page = (((1u64 << (1 << order)) - 1) << first) as u32;
                 if rest & page == page {
                     rest &= !page;
                     found.push(order);
@@ -1141,7 +1141,7 @@ pub(super) mod tests {
         halves.sort_unstable_by_key(|order| std::cmp::Reverse(*order));
         let mut best = fewest_pages(&halves, empty);
         for first in (0..32).step_by(1 << order) {
-            let hole = ((1u64 << (1 << order)) - 1 << first) as u32;
+            let hole = (((1u64 << (1 << order)) - 1) << first) as u32;
             if empty & hole == hole && best > pages.len() as u32 {
                 best = best.min(1 + fewest_pages(rest, empty & !hole));
             }
@@ -1161,7 +1161,7 @@ pub(super) mod tests {
         let mut rest = sources;
         for order in (0..=order).rev() {
             for first in (0..32u32).step_by(1 << order) {
-                let page = ((1u64 << (1 << order)) - 1 << first) as u32;
+                let page = (((1u64 << (1 << order)) - 1) << first) as u32;
                 let Some(start) = to(first).filter(|_| rest & page == page) else {
                     continue;
                 };
@@ -1408,7 +1408,7 @@ pub(super) mod tests {
                     2 => {
                         // A pin, or all pins end.
                         let live = pool.model.all(Movable);
-                        if !live.is_empty() && random(&mut state) % 8 > 0 {
+                        if !live.is_empty() && !random(&mut state).is_multiple_of(8) {
                             let block = live[random(&mut state) as usize % live.len()];
                             pool.model.states[block as usize] = Stuck;
                         } else {
