@@ -6,12 +6,22 @@ each story, and everything is recounted. ``machine.py`` does the same at random.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kvmmu import MMU, Fragmented, InvalidConfig, LimitExceeded, OutOfBlocks
+from kvmmu import (
+    MMU,
+    CPUMover,
+    Fragmented,
+    InvalidConfig,
+    LimitExceeded,
+    OutOfBlocks,
+    Storage,
+    run_plan,
+)
 
 from .small import SmallPool
 
@@ -209,6 +219,134 @@ def test_a_contiguous_start_longer_than_the_prompt_is_the_whole_prompt() -> None
     pool = mixed(2048)
     sequence = pool.alloc(1300, contiguous=2000)
     assert pool.mmu.info(sequence).num_runs == 1
+    pool.check()
+
+
+def test_a_contiguous_start_asks_for_no_huge_pages_behind_it() -> None:
+    """What is required is the run; that the rest finds no whole window refuses nobody."""
+    pool = mixed(2048, hold_blocks=0, anchor=0.0)
+    kept = [pool.alloc(HUGE) for _ in range(4)]
+    for sequence in kept:
+        pool.truncate(sequence, 1)
+    pool.mmu.evict(2048)
+    sequence = pool.alloc(1100, contiguous=300)
+    blocks = pool.blocks(sequence)
+    assert blocks[:300] == [*range(blocks[0], blocks[0] + 300)]
+    pool.check()
+
+
+def test_cached_blocks_make_room_for_a_contiguous_start() -> None:
+    pool = mixed(1024, hold_blocks=0, anchor=0.0)
+    cached = [pool.alloc(64, page_orders=(0,)) for _ in range(16)]
+    pool.free(*cached[::3], *cached[1::3])
+    assert pool.state("empty") == 0
+    sequence = pool.alloc(128, contiguous=128)
+    assert pool.mmu.info(sequence).num_runs == 1
+    pool.check()
+
+
+def answer(pool: SmallPool, tokens: list[int], **keys: Any) -> tuple[str, int | None]:
+    """What ``quote`` says, held against what ``open`` then does: the sequence, if it was opened."""
+
+    def seen() -> Any:
+        states, *rest = pool.snapshot()
+        return {name: n for name, n in states.items() if name != "held"}, rest
+
+    before = pool.snapshot()
+    quote = pool.mmu.quote(np.array(tokens, np.int32), **keys)
+    assert pool.snapshot() == before
+    before = seen()
+    try:
+        sequence = pool.open(tokens, **keys)
+    except (OutOfBlocks, LimitExceeded):
+        assert quote.when in ("moves", "frees", "never")
+        assert (quote.when == "moves") == (quote.moves > 0)
+        assert seen() == before, "holds may have been broken, no more"
+        return quote.when, None
+    assert quote.when == "now"
+    info = pool.mmu.info(sequence)
+    assert quote.num_cached_tokens == info.num_cached_tokens
+    assert quote.needed == info.num_blocks - info.num_cached_tokens // pool.block_size
+    return quote.when, sequence
+
+
+def test_quote_says_whether_a_required_shape_is_to_be_had_now() -> None:
+    pool = mixed(2048, hold_blocks=0)
+    kept = [pool.alloc(HUGE) for _ in range(4)]
+    pool.truncate(kept[0], 1)  # its other 511 blocks stay cached
+    huge = {"require": "huge"}
+    assert answer(pool, pool.fresh(512), **huge) == ("frees", None)
+    assert answer(pool, pool.fresh(300), contiguous=400)[0] == "now"
+    assert answer(pool, pool.fresh(300), contiguous=400) == ("frees", None)
+    pool.free(kept[1])  # a window of cached blocks only
+    when, one = answer(pool, pool.fresh(600), **huge)
+    assert (when, pool.mmu.info(one or 0).pages[9]) == ("now", 1)
+    assert answer(pool, pool.fresh(512), **huge) == ("frees", None)
+    pool.write(one or 0)
+    pool.check()
+
+
+def test_quote_knows_that_a_cached_prefix_keeps_its_window() -> None:
+    pool = mixed(1024, hold_blocks=0, anchor=0.0)
+    prompt = pool.fresh(513)
+    pool.free(pool.alloc(prompt))
+    other = pool.alloc(1)
+    # One window has the cached page that matches, the other has somebody in it.
+    longer = [*prompt[:512], *pool.fresh(512)]
+    assert answer(pool, longer, require="huge") == ("frees", None)
+    when, one = answer(pool, [*prompt[:512], *pool.fresh(100)], require="huge")
+    assert when == "now" and one is not None
+    pool.free(other, one)
+    assert answer(pool, pool.fresh(512), require="huge")[0] == "now"
+
+
+def test_quote_says_never_where_no_such_pool_has_the_shape() -> None:
+    huge: dict[str, Any] = {"require": "huge"}
+    assert answer(mixed(1023), list(range(1023)), **huge)[0] == "now", "one complete region"
+    spoilt = MMU(1024, 1, null_block="first")  # the null block lies in the first of two windows
+    assert spoilt.quote(ints(0, 600), require="huge").when == "now"
+    assert spoilt.quote(ints(0, 1024), require="huge").when == "never"
+    with pytest.raises(Fragmented):
+        spoilt.open(ints(0, 1024), require="huge")
+    spoilt.open(ints(0, 600), require="huge")
+    for config in ({"page_orders": (0, 2)}, {"placement": "fifo"}, {"placement": "scatter"}):
+        pool = mixed(2048, **config)
+        assert answer(pool, pool.fresh(512), **huge) == ("never", None)
+        assert answer(pool, pool.fresh(511), **huge)[0] == "now", "it has no complete region"
+    fifo = mixed(64, placement="fifo")
+    assert answer(fifo, fifo.fresh(9), contiguous=2) == ("never", None)
+    assert answer(fifo, fifo.fresh(9), contiguous=1)[0] == "now"
+    assert answer(mixed(64), list(range(65)), contiguous=65) == ("never", None)
+    assert answer(mixed(64, page_orders=(0, 2)), list(range(64)), contiguous=64)[0] == "now"
+    with pytest.raises(InvalidConfig):
+        mixed(64).mmu.quote(ints(0, 9), page_orders=(0, 3))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quote_and_open_agree_whatever_lies_in_the_pool(seed: int) -> None:
+    r = np.random.default_rng(seed)
+    pool = mixed(3072, hold_blocks=int(r.integers(0, 9)), anchor=float(r.choice([0.0, 0.3])))
+    said = set()
+    prompts: list[list[int]] = []
+    for _ in range(120):
+        if pool.tokens and r.random() < 0.5:
+            one = list(pool.tokens)[int(r.integers(len(pool.tokens)))]
+            length = len(pool.tokens[one])
+            pool.truncate(one, int(r.integers(length + 1))) if r.random() < 0.3 else pool.free(one)
+        tokens = pool.fresh(int(r.choice([1, 30, 500, 512, 700, 1100])))
+        if prompts and r.random() < 0.4:
+            tokens = prompts[int(r.integers(len(prompts)))] + tokens
+        keys: dict[str, Any] = {}
+        if r.random() < 0.5:
+            keys["require"] = "huge"
+        if r.random() < 0.5:
+            keys["contiguous"] = int(r.integers(1, 513 if keys else 1500))
+        when, sequence = answer(pool, tokens, **keys)
+        said.add(when)
+        if sequence is not None:
+            pool.write(sequence)
+            prompts.append(tokens)
+    assert "now" in said and len(said) > 1
     pool.check()
 
 
@@ -504,20 +642,100 @@ def test_a_sliding_window_of_1000_steps_keeps_its_blocks_bounded(caching: bool) 
     assert pool.state("empty") == 300
 
 
-def fixed_tables(mmu: MMU, rows: int, width: int) -> Any:
-    return mmu.register_tables(
-        np.zeros((rows, width), np.int32),
-        np.zeros(rows, np.int32),
-        np.zeros(rows * 64, np.int64),
-        np.zeros(rows + 1, np.int32),
-    )
+class Contents:
+    """What each position of each sequence should hold, and the memory under it: values that depend
+    on all tokens up to a position, kept as they grow, for runs of thousands of steps."""
+
+    def __init__(self, mmu: MMU, rows: int, width: int) -> None:
+        self.mmu = mmu
+        self.memory = np.zeros((mmu.num_blocks + 1, mmu.block_size), np.uint64)
+        self.mover = CPUMover(Storage.from_numpy([self.memory]))
+        self.tables = mmu.register_tables(
+            np.zeros((rows, width), np.int32),
+            np.zeros(rows, np.int32),
+            np.zeros(rows * width * mmu.block_size, np.int64),
+            np.zeros(rows + 1, np.int32),
+        )
+        self.values: dict[int, list[int]] = {}
+
+    def extend(self, sequence: int, tokens: npt.NDArray[np.int32]) -> None:
+        values = self.values[sequence]
+        value = values[-1] if values else 1
+        for token in tokens.tolist():
+            value = (value ^ (token + 1)) * 0xBF58_476D_1CE4_E5B9 % 2**64
+            value ^= value >> 31
+            values.append(value)
+
+    def open(self, tokens: npt.NDArray[np.int32]) -> int:
+        sequence = self.mmu.open(tokens)
+        self.values[sequence] = []
+        self.extend(sequence, tokens)
+        self.write([sequence])
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        child = self.mmu.fork(sequence)
+        self.values[child] = list(self.values[sequence])
+        return child
+
+    def append(self, sequence: int, tokens: npt.NDArray[np.int32]) -> None:
+        self.mover.move(self.mmu.append(sequence, tokens))
+        self.extend(sequence, tokens)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.mmu.truncate(sequence, length)
+        del self.values[sequence][length:]
+
+    def close(self, sequence: int) -> None:
+        self.mmu.close(sequence)
+        del self.values[sequence]
+
+    def write(
+        self, sequences: list[int], new_tokens: list[npt.NDArray[np.int32]] | None = None
+    ) -> None:
+        """Schedules what each lacks, ``new_tokens`` behind its end among it, and writes that."""
+        infos = [self.mmu.info(sequence) for sequence in sequences]
+        for sequence, tokens in zip(sequences, new_tokens or [], strict=new_tokens is not None):
+            self.extend(sequence, tokens)
+        done = [info.num_scheduled for info in infos]
+        lens = [len(self.values[s]) - n for s, n in zip(sequences, done, strict=True)]
+        step = self.mmu.begin_step()
+        copies = self.mmu.prepare(
+            step,
+            np.array(sequences, np.int64),
+            self.tables,
+            query_lens=np.array(lens, np.int32),
+            new_tokens=None if new_tokens is None else np.concatenate(new_tokens),
+        )
+        self.mover.move(copies)
+        slots = self.tables.slot_mapping[: self.tables.num_tokens]
+        written = [self.values[s][n:] for s, n in zip(sequences, done, strict=True)]
+        self.memory.reshape(-1)[slots] = np.array([*chain.from_iterable(written)], np.uint64)
+        self.mmu.written(step)
+        self.mmu.end_step(step)
+
+    def check(self) -> None:
+        """Every open sequence reads its own bytes through its exported row."""
+        sequences = sorted(self.values)
+        self.mmu.export(np.array(sequences, np.int64), self.tables)
+        self.mmu.validate(self.tables)
+        for row, sequence in enumerate(sequences):
+            positions = np.arange(self.mmu.info(sequence).num_written)
+            blocks = self.tables.block_table[row][positions // self.mmu.block_size]
+            found = self.memory[blocks, positions % self.mmu.block_size]
+            expected = np.array(self.values[sequence][: len(positions)], np.uint64)
+            np.testing.assert_array_equal(found, expected)
+
+    def clean(self) -> None:
+        """Closes everything and drops the cache."""
+        for sequence in list(self.values):
+            self.close(sequence)
+        self.mmu.evict(self.mmu.num_blocks)
 
 
-def clean(mmu: MMU) -> None:
-    """Closes everything and drops the cache."""
-    for sequence in mmu.sequences().tolist():
-        mmu.close(sequence)
-    mmu.evict(mmu.num_blocks)
+def three(r: np.random.Generator, count: int) -> npt.NDArray[np.int32]:
+    """Tokens of three kinds, so that prompts often begin alike."""
+    return r.integers(0, 3, count).astype(np.int32)
 
 
 @pytest.mark.parametrize("orders", [(0,), (0, 2, 9)])
@@ -525,58 +743,34 @@ def test_speculative_decoding_does_not_drift(orders: tuple[int, ...]) -> None:
     """10,000 steps: guesses are appended and scheduled, and those that are wrong are cut off."""
     r = np.random.default_rng(5)
     mmu = MMU(2048, 4, **{**MIXED, "page_orders": orders})
-    mmu.close(mmu.open(ints(0, 1)))  # the upper levels of the table stay
-    clean(mmu)
+    cache = Contents(mmu, 4, 1024)
+    cache.open(ints(0, 1))  # the upper levels of the table stay
+    cache.clean()
     beginning, nodes = mmu.states(), mmu.measure().table_nodes
-    tables = fixed_tables(mmu, 4, 1024)
+    tables = cache.tables
     pointers = [tables.block_table.ctypes.data, tables.slot_mapping.ctypes.data]
-    open_now: list[int] = []
+    found = 0
+    prompt = three(r, 1)
     for step in range(10_000):
-        while len(open_now) < 4:
-            length = int(r.integers(1, 900))
-            open_now.append(mmu.open(r.integers(0, 3, length).astype(np.int32)))
-            number = mmu.begin_step()
-            width = (
-                mmu.register_tables(
-                    np.zeros((1, 1024), np.int32),
-                    np.zeros(1, np.int32),
-                    np.zeros(4096, np.int64),
-                    np.zeros(2, np.int32),
-                )
-                if length > 4 * 64
-                else tables
-            )
-            left = length - mmu.info(open_now[-1]).num_scheduled
-            mmu.prepare(
-                number,
-                np.array(open_now[-1:], np.int64),
-                width,
-                query_lens=np.array([left], np.int32),
-            )
-            mmu.written(number)
-            mmu.end_step(number)
-        guesses = r.integers(1, 8, 4).astype(np.int32)
-        number = mmu.begin_step()
-        mmu.prepare(
-            number,
-            np.array(open_now, np.int64),
-            tables,
-            query_lens=guesses,
-            new_tokens=r.integers(0, 3, int(guesses.sum())).astype(np.int32),
-        )
-        mmu.written(number)
-        mmu.end_step(number)
-        for sequence, count in zip(open_now, guesses.tolist(), strict=True):
+        while len(cache.values) < 4:
+            alike = prompt[: int(r.integers(len(prompt) + 1))]
+            prompt = np.concatenate([alike, three(r, int(r.integers(1, 450)))])[:900]
+            sequence = cache.open(prompt)
+            found += mmu.info(sequence).num_cached_tokens
+        running = list(cache.values)
+        guesses = [three(r, n) for n in r.integers(1, 8, 4).tolist()]
+        cache.write(running, guesses)
+        for sequence, guess in zip(running, guesses, strict=True):
             length = mmu.info(sequence).num_tokens
-            mmu.truncate(sequence, length - int(r.integers(0, count)))
+            cache.truncate(sequence, length - int(r.integers(0, len(guess))))
             assert mmu.info(sequence).num_blocks == -(-mmu.info(sequence).num_tokens // 4)
+        if step % 100 == 0:
+            cache.check()
         if r.random() < 0.05:
-            mmu.close(open_now.pop(int(r.integers(4))))
-        if step % 500 == 0:
-            mmu.export(np.array(open_now, np.int64), tables)
-            mmu.validate(tables)
+            cache.close(running[int(r.integers(4))])
+    assert found > 10_000, "prompts shared blocks that were cut behind and written again"
     assert pointers == [tables.block_table.ctypes.data, tables.slot_mapping.ctypes.data]
-    clean(mmu)
+    cache.clean()
     mmu.validate()
     assert (mmu.states(), mmu.measure().table_nodes) == (beginning, nodes)
 
@@ -586,37 +780,40 @@ def test_beam_search_does_not_drift(orders: tuple[int, ...]) -> None:
     """10,000 steps of four beams: each step some end and others take their places."""
     r = np.random.default_rng(6)
     mmu = MMU(2048, 4, max_sequences=16, **{**MIXED, "page_orders": orders})
-    mmu.close(mmu.open(ints(0, 1)))  # the upper levels of the table stay
-    clean(mmu)
+    cache = Contents(mmu, 4, 1024)
+    cache.open(ints(0, 1))  # the upper levels of the table stay
+    cache.clean()
     beginning, nodes = mmu.states(), mmu.measure().table_nodes
-    tables = fixed_tables(mmu, 4, 1024)
     beams: list[int] = []
     for step in range(10_000):
         if not beams:
-            beams = [mmu.open(r.integers(0, 3, 2047 - int(r.integers(0, 9))).astype(np.int32))]
-            beams += [mmu.fork(beams[0]) for _ in range(3)]
+            beams = [cache.open(three(r, 2047 - int(r.integers(0, 9))))]
+            beams += [cache.fork(beams[0]) for _ in range(3)]
         order = r.integers(0, 4, 4)
         kept = sorted(set(order.tolist()))
         chosen = [beams[at] for at in kept]
         for at in set(range(4)) - set(kept):
-            mmu.close(beams[at])
+            cache.close(beams[at])
         for at in order.tolist():
             if at in kept:
                 kept.remove(at)
             else:
-                chosen.append(mmu.fork(beams[at]))
+                chosen.append(cache.fork(beams[at]))
         beams = chosen
-        for beam in beams:
-            mmu.append(beam, r.integers(0, 3, 1).astype(np.int32))
-        if step % 500 == 0:
-            mmu.export(np.array(beams, np.int64), tables)
-            mmu.validate(tables)
+        if step % 2:  # both ways to grow
+            cache.write(beams, [three(r, 1) for _ in beams])
+        else:
+            for beam in beams:
+                cache.append(beam, three(r, 1))
+            cache.write(beams)
+        if step % 100 == 0:
+            cache.check()
         if r.random() < 0.01:
             for beam in beams:
-                mmu.close(beam)
+                cache.close(beam)
             beams = []
     assert mmu.stats()["copied_on_write"] > 1000
-    clean(mmu)
+    cache.clean()
     mmu.validate()
     assert (mmu.states(), mmu.measure().table_nodes) == (beginning, nodes)
 
@@ -707,6 +904,74 @@ def test_survivors_that_pin_a_page_each_are_known_to_the_eviction() -> None:
     assert pages(pool, sequence) == {9: 1}
     assert pool.blocks(sequence) == whole
     pool.check()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 511, 513, 1027])
+def test_pages_that_do_not_divide_the_pool_lie_within_it(num_blocks: int) -> None:
+    """Kind 14. Page sizes are powers of two, so a smaller page divides each larger one, and what is
+    no such size is refused; a pool need not be a multiple of any: its last blocks serve as smaller
+    pages."""
+    pool = mixed(num_blocks, medium_from=0, huge_from=0, hold_blocks=0)
+    sequence = pool.alloc(num_blocks)
+    assert sorted(pool.blocks(sequence)) == [*range(num_blocks)]
+    assert pages(pool, sequence).get(9, 0) == num_blocks // HUGE
+    pool.check()
+    wrong: list[Any] = [(1, 2), (0, -1), (0, 2.5), (0, 10)]
+    for orders in wrong:
+        with pytest.raises(InvalidConfig, match=r"page.orders"):
+            MMU(64, 16, page_orders=orders)
+
+
+def test_page_sizes_never_blow_up_what_a_sequence_takes() -> None:
+    """Kind 16. Two sizes without a common divisor made 13,824 tokens the least that could be
+    claimed. Here each page is a multiple of every smaller one: one token takes one block under any
+    set of sizes, and one more where the last is full, never a page."""
+    for orders in ((0, 9), (0, 3, 9), (0, 2, 9), (0, 5, 7), tuple(range(10))):
+        mmu = MMU(4096, 16, page_orders=orders, medium_from=0, huge_from=0)
+        for tokens in (1, 16, 17, 13_824, 13_825):
+            sequence = mmu.open(ints(0, tokens))
+            assert mmu.states()["in_use"] == -(-tokens // 16), orders
+            mmu.close(sequence)
+            mmu.evict(4096)
+
+
+def test_regions_of_different_strides_keep_each_to_its_own_memory() -> None:
+    """Kind 18. Two groups behind one table, blocks of 24 and of 1,000 bytes with gaps between: each
+    is moved and copied by its own stride, and what lies between stays."""
+    num_blocks, filler = 64, 0xA5
+    mmu = MMU(num_blocks, 4, page_orders=(0, 2), medium_from=0, hold_blocks=0)
+    backing = [np.full((num_blocks + 1, stride), filler, np.uint8) for stride in (40, 1024)]
+    regions = [backing[0][:, :24], backing[1][:, :1000]]
+    mover = CPUMover(Storage.from_numpy(regions))
+    first, second = mmu.open(ints(0, 80)), mmu.open(ints(100, 170))
+    step = mmu.begin_step()
+    tables = mmu.register_tables(
+        np.zeros((2, num_blocks), np.int32),
+        np.zeros(2, np.int32),
+        np.zeros(256, np.int64),
+        np.zeros(3, np.int32),
+    )
+    both = np.array([first, second], np.int64)
+    mmu.prepare(step, both, tables, query_lens=np.array([80, 70], np.int32))
+    for region, scale in zip(regions, (1, 3), strict=True):
+        for index, block in enumerate(mmu.block_table(second).tolist()):
+            region[block] = scale * (index + 1)
+    mmu.written(step)
+    mmu.end_step(step)
+    child = mmu.fork(second)
+    mmu.close(first)
+    mmu.evict(num_blocks)
+    before = mmu.block_table(second).tolist()
+    assert run_plan(mmu, mover, mmu.plan_free_run(46)) > 0
+    mover.move(mmu.append(child, ints(0, 1)))
+    assert mmu.block_table(second).tolist() != before
+    assert mmu.block_table(child)[-1] != mmu.block_table(second)[-1]
+    for region, scale in zip(regions, (1, 3), strict=True):
+        for sequence in (second, child):
+            for index, block in enumerate(mmu.block_table(sequence).tolist()):
+                assert (region[block] == scale * (index + 1)).all()
+    assert (backing[0][:, 24:] == filler).all() and (backing[1][:, 1000:] == filler).all()
+    mmu.validate(tables)
 
 
 def test_a_sequence_of_mixed_pages_fails_at_its_last_block_and_leaks_none() -> None:

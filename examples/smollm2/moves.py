@@ -46,6 +46,17 @@ def free_run(cache: kvmmu.KVCache, budget: int) -> int:
     return moved
 
 
+def gather(cache: kvmmu.KVCache, budget: int) -> int:
+    """The sequence in most runs, in fewer."""
+    mmu = cache.mmu
+    open_ones = mmu.sequences().tolist()
+    if not open_ones:
+        return 0
+    scattered = max(open_ones, key=lambda sequence: mmu.info(sequence).num_runs)
+    plan = mmu.plan_gather(scattered, max_blocks=budget)
+    return kvmmu.run_plan(mmu, cache.mover, plan)
+
+
 def _around(cache: kvmmu.KVCache, held: Any, budget: int) -> int:
     """Towards the longest run, of those that do not lie so already, beside blocks that stay."""
     mmu = cache.mmu
@@ -66,7 +77,12 @@ def _around(cache: kvmmu.KVCache, held: Any, budget: int) -> int:
 Goal = Callable[[kvmmu.KVCache, int], int]
 """(cache, most blocks) -> blocks moved. Called between two steps."""
 
-GOALS: dict[str, Goal] = {"free-run": free_run, "below": below, "trigger": by_trigger}
+GOALS: dict[str, Goal] = {
+    "free-run": free_run,
+    "below": below,
+    "gather": gather,
+    "trigger": by_trigger,
+}
 
 
 class Watched:

@@ -63,8 +63,8 @@ def measure(shape: Shape, tokens: int, seed: int) -> list[Reading]:
     for tensor in layers.tensors:
         tensor.normal_(generator=draw)
     queries = torch.randn(shape.layers, 1, shape.heads, shape.dim, generator=draw)
-    released, _ = churned_runs("fifo", tokens, seed)
-    placed, gathered = churned_runs("address", tokens, seed)
+    released, gathered = churned_runs("fifo", tokens, seed)
+    placed, _ = churned_runs("address", tokens, seed)
 
     def gather(runs: Runs, layer: int) -> tuple[Tensor, Tensor]:
         table = torch.cat([torch.arange(first, first + count) for first, count in runs])
@@ -94,7 +94,7 @@ def measure(shape: Shape, tokens: int, seed: int) -> list[Reading]:
         "gather: index_select, SDPA": (released, by_gather),
         "views, churned, order of release": (released, by_views(released)),
         "views, churned, by address": (placed, by_views(placed)),
-        "views, after compaction": (gathered, by_views(gathered)),
+        "views, after gather": (gathered, by_views(gathered)),
         "contiguous tensors: SDPA": (
             [(0, blocks)],
             lambda: [attention(q, *kv) for q, kv in zip(queries, own, strict=True)],
@@ -124,20 +124,16 @@ def measure(shape: Shape, tokens: int, seed: int) -> list[Reading]:
 
 
 def churned_runs(placement: str, tokens: int, seed: int) -> tuple[Runs, Runs]:
-    """Where a sequence of so many tokens lies in a churned pool, and where it lies there once the
-    blocks of others that were in its way have moved (the same, where a placement knows no runs)."""
+    """Where a sequence of so many tokens lies in a churned pool, and where it lies once it was
+    gathered, in passes of 32 blocks."""
     blocks = -(-tokens // BLOCK_SIZE)
     mmu = kvmmu.MMU(POOL * blocks, BLOCK_SIZE, placement=placement, prefix_caching=False)
     churn(mmu, random.Random(seed))
-    prompt = np.zeros(tokens, dtype=np.int32)
-    first = mmu.open(prompt)
-    before = kvmmu.block_runs(mmu.block_table(first))
-    mmu.close(first)
-    if placement == "fifo":
-        return before, before
-    mmu.commit(mmu.begin(mmu.plan_free_run(blocks)))
-    after = mmu.open(prompt, contiguous=tokens)
-    return before, kvmmu.block_runs(mmu.block_table(after))
+    sequence = mmu.open(np.zeros(tokens, dtype=np.int32))
+    before = kvmmu.block_runs(mmu.block_table(sequence))
+    while len(plan := mmu.plan_gather(sequence, max_blocks=32)):
+        mmu.commit(mmu.begin(plan))
+    return before, kvmmu.block_runs(mmu.block_table(sequence))
 
 
 def churn(mmu: kvmmu.MMU, draw: random.Random) -> None:

@@ -224,8 +224,20 @@ class MMU:
         *,
         salt: bytes | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
+        page_orders: Sequence[int] | None = None,
+        require: str | None = None,
+        contiguous: int = 0,
     ) -> Quote:
-        """Says whether ``open`` would succeed, without raising and without changing anything."""
+        """Says whether ``open`` with these arguments would succeed, without changing anything.
+
+        A required shape counts: ``"now"`` if it is there, or is once cached blocks have been dropped;
+        ``"never"`` if no pool of this size, placement and page orders has it; else ``"frees"``.
+        With ``require="huge"`` and a contiguous start of more than 512 blocks it is never
+        ``"now"``: whether both are to be had, only ``open`` can tell.
+
+        Raises:
+            InvalidConfig: as ``open``.
+        """
 
     # -- steps -----------------------------------------------------------------------------
     def begin_step(self) -> int:
@@ -722,7 +734,7 @@ class Quote:
     def when(self) -> str:
         """``"now"``; ``"moves"`` (after ``moves`` moves); ``"frees"`` (when others have released
         enough); ``"grows"`` (when blocks that were given back are in the pool again); ``"never"``
-        (larger than the pool or a limit)."""
+        (larger than the pool or a limit, or of a shape that the pool never has)."""
     @property
     def moves(self) -> int: ...
     @property

@@ -180,15 +180,7 @@ impl MMU {
     ) -> PyResult<i64> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        let opening = Opening {
-            zone: if anchor { Zone::Anchor } else { Zone::Body },
-            page_orders: convert::page_orders(page_orders)?,
-            require_huge: match require {
-                Some(value) => convert::word(value, "require", &["huge"])? == "huge",
-                None => false,
-            },
-            contiguous: contiguous.map_or(Ok(0), |value| count(value, "contiguous", 0))?,
-        };
+        let opening = opening(anchor, page_orders, require, contiguous)?;
         self.call(py, |core| core.open_with(tokens, keys, opening))
     }
 
@@ -268,17 +260,29 @@ impl MMU {
         self.get(py, |core| core.matched_tokens(tokens, &keys))
     }
 
-    #[pyo3(signature = (tokens, *, salt=None, extra_keys=None))]
+    #[pyo3(signature = (
+        tokens, *, salt=None, extra_keys=None, page_orders=None, require=None, contiguous=None
+    ), text_signature = "($self, tokens, *, salt=None, extra_keys=None, page_orders=None, \
+        require=None, contiguous=0)")]
+    #[allow(clippy::too_many_arguments)]
     fn quote(
         &self,
         py: Python<'_>,
         tokens: Any<'_, '_>,
         salt: Option<Any<'_, '_>>,
         extra_keys: Option<Any<'_, '_>>,
+        page_orders: Option<Any<'_, '_>>,
+        require: Option<Any<'_, '_>>,
+        contiguous: Option<Any<'_, '_>>,
     ) -> PyResult<Quote> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
-        self.get(py, |core| core.quote(tokens, &keys)).map(Quote)
+        let opening = opening(false, page_orders, require, contiguous)?;
+        self.call(py, |core| {
+            core.quote_with(tokens, &keys, opening)
+                .map(|quote| core.with_moves(quote))
+        })
+        .map(Quote)
     }
 
     // -- steps -------------------------------------------------------------------------------
@@ -598,6 +602,24 @@ impl MMU {
     fn _panic_for_test(&self, py: Python<'_>) -> PyResult<()> {
         self.get(py, |_| panic!("on purpose"))
     }
+}
+
+/// How a prompt is to be placed.
+fn opening(
+    anchor: bool,
+    page_orders: Option<Any<'_, '_>>,
+    require: Option<Any<'_, '_>>,
+    contiguous: Option<Any<'_, '_>>,
+) -> PyResult<Opening> {
+    Ok(Opening {
+        zone: if anchor { Zone::Anchor } else { Zone::Body },
+        page_orders: convert::page_orders(page_orders)?,
+        require_huge: match require {
+            Some(value) => convert::word(value, "require", &["huge"])? == "huge",
+            None => false,
+        },
+        contiguous: contiguous.map_or(Ok(0), |value| count(value, "contiguous", 0))?,
+    })
 }
 
 /// Most moves of one plan.

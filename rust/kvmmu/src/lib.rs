@@ -70,8 +70,8 @@ pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
 pub use prefix::Keys;
 pub use sequence::{
-    Cascade, CascadeLevel, CascadeSizes, DirtyRow, Lease, Opening, Quote, RowBuffers, Rows, Tables,
-    Unit, When,
+    Cascade, CascadeLevel, CascadeSizes, DirtyRow, Lease, Opening, Quote, RowBuffers, Rows, Shape,
+    Tables, Unit, When,
 };
 pub use state::{Mmu, SequenceInfo};
 pub use stats::StatsReading;

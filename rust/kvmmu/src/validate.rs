@@ -330,6 +330,10 @@ impl Mmu {
             )),
         };
         shared.index.check_order(each).map_err(Broken)?;
+        ensure!(
+            shared.ages.agree(shared.index.oldest()),
+            "the ages of cached blocks, by window, are not those of a recount"
+        );
         let states = self.pool.states();
         let (waiting, cooling) = Mmu::waiting(shared);
         ensure!(

@@ -3,23 +3,28 @@
 //! and every reading that the memory model allows.
 //!
 //! What lives here: what a reader may see while an entry is replaced, a page is split or promoted,
-//! a space is truncated or closed, and its nodes become somebody else's. What never lives here: the
-//! pool (`loom.rs`), contents (`model.rs`).
+//! a space is truncated or closed, and its nodes become somebody else's; and what one finds by the id
+//! of a sequence that is forked or closed. What never lives here: the pool (`loom.rs`), contents (`model.rs`).
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test -p kvmmu --test loom_table
 #![cfg(loom)]
 
 use std::sync::Arc;
 
-use kvmmu::table::{Space, Table};
+use kvmmu::table::{Lives, Space, Table};
 use loom::thread;
 
 type Small = Table<2>;
 
 fn model(model: impl Fn() + Sync + Send + 'static) {
+    bounded(3, model);
+}
+
+/// With at most so many preemptions, unless the environment says how many.
+fn bounded(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     if builder.preemption_bound.is_none() {
-        builder.preemption_bound = Some(3);
+        builder.preemption_bound = Some(preemptions);
     }
     builder.check(model);
 }
@@ -195,5 +200,127 @@ fn a_promotion_and_a_split_again_show_no_half_of_both() {
             assert_eq!((table.look(0, 0), table.look(0, 1)), (Some(4), Some(5)));
         }
         writer.join().unwrap();
+    });
+}
+
+/// A table and the sequences in it.
+struct World {
+    table: Small,
+    lives: Lives,
+}
+
+impl World {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            table: Small::new(16).unwrap(),
+            lives: Lives::new(2).unwrap(),
+        })
+    }
+
+    /// As a sequence takes a slot and is filled.
+    fn open(&self, slot: u32, generation: u64, blocks: &[u32]) -> Space {
+        let space = self.begin(slot, generation);
+        fill(&self.table, slot, space, blocks);
+        space
+    }
+
+    fn begin(&self, slot: u32, generation: u64) -> Space {
+        let space = self.table.open(slot).unwrap();
+        self.lives.begin(slot, generation);
+        space
+    }
+
+    /// As a sequence of `n` blocks is closed.
+    fn close(&self, slot: u32, space: Space, n: u32) {
+        self.table.unmap(space, 0, n, 0..0);
+        self.lives.end(slot);
+        self.table.close(slot, space);
+    }
+
+    fn look(&self, slot: u32, generation: u64, index: u32) -> Option<u32> {
+        self.lives.look(&self.table, (slot, generation), index)
+    }
+}
+
+/// Closed, and the slot taken by another sequence: the old id never shows a block of the new one, nor
+/// the new id one of the old.
+#[test]
+fn an_id_shows_its_own_sequence_while_its_slot_is_closed_and_opened_again() {
+    model(|| {
+        let world = World::new();
+        let own = world.open(0, 1, &[4, 5]);
+        let writer = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                world.close(0, own, 2);
+                world.open(0, 2, &[70]);
+            })
+        };
+        let seen = world.look(0, 1, 0);
+        assert!(seen == Some(4) || seen.is_none(), "{seen:?}");
+        let seen = world.look(0, 2, 0);
+        assert!(seen == Some(70) || seen.is_none(), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!((world.look(0, 1, 0), world.look(0, 2, 0)), (None, Some(70)));
+    });
+}
+
+/// A fork of a whole sequence, a huge page and a block, then a copy on write in the child, then the
+/// parent is closed and its nodes serve another sequence.
+#[test]
+fn a_fork_shows_its_parents_blocks_and_then_its_own_and_a_closed_parent_none() {
+    bounded(2, || {
+        let world = World::new();
+        let parent = world.begin(0, 1);
+        world.table.reserve(0, parent, 0, 3, true).unwrap();
+        world.table.map(parent, 0, 4, 1);
+        world.table.map(parent, 2, 8, 0);
+        let writer = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let child = world.begin(1, 1);
+                world.table.reserve(1, child, 0, 3, true).unwrap();
+                world.table.map(child, 0, 4, 1);
+                world.table.map(child, 2, 8, 0);
+                assert!(world.table.remap(child, 2, 8, 9));
+                world.close(0, parent, 3);
+                world.open(0, 2, &[70, 71, 72]);
+            })
+        };
+        let (low, high) = (world.look(0, 1, 1), world.look(0, 1, 2));
+        assert!(low == Some(5) || low.is_none(), "{low:?}");
+        assert!(high == Some(8) || high.is_none(), "{high:?}");
+        let seen = world.look(1, 1, 2);
+        assert!([None, Some(8), Some(9)].contains(&seen), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!(
+            (world.look(1, 1, 1), world.look(1, 1, 2)),
+            (Some(5), Some(9))
+        );
+        assert_eq!((world.look(0, 1, 1), world.look(0, 2, 2)), (None, Some(72)));
+    });
+}
+
+/// A parent that forks and closes while two look: a fork is nobody's change but its own.
+#[test]
+fn a_fork_changes_nothing_that_a_reader_of_the_parent_sees() {
+    model(|| {
+        let world = World::new();
+        let parent = world.open(0, 1, &[4, 5, 8]);
+        let writer = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let child = world.open(1, 1, &[4, 5, 8]);
+                assert!(world.table.remap(parent, 2, 8, 9)); // copy on write, in the parent
+                world.close(1, child, 3);
+            })
+        };
+        assert_eq!(world.look(0, 1, 0), Some(4));
+        let seen = world.look(0, 1, 2);
+        assert!(seen == Some(8) || seen == Some(9), "{seen:?}");
+        let seen = world.look(1, 1, 2);
+        assert!(seen == Some(8) || seen.is_none(), "{seen:?}");
+        writer.join().unwrap();
+        assert_eq!((world.look(0, 1, 2), world.look(1, 1, 2)), (Some(9), None));
     });
 }

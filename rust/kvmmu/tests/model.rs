@@ -63,6 +63,16 @@ enum Op {
     Below {
         percent: u8,
     },
+    Goal {
+        kind: u8,
+        n: u8,
+        max: u8,
+    },
+    Give {
+        n: u8,
+        size: u8,
+    },
+    Grow(u8),
     Commit,
     Abort,
     Export,
@@ -102,6 +112,9 @@ fn op() -> impl Strategy<Value = Op> {
         5 => (0u8..6, 1u8..8, any::<bool>())
             .prop_map(|(n, max, later)| Op::FreeRun { n, max, later }),
         1 => (0u8..90).prop_map(|percent| Op::Below { percent }),
+        3 => (0u8..4, any::<u8>(), 1u8..40).prop_map(|(kind, n, max)| Op::Goal { kind, n, max }),
+        1 => (1u8..4, 1u8..5).prop_map(|(n, size)| Op::Give { n, size }),
+        2 => (1u8..20).prop_map(Op::Grow),
         3 => Just(Op::Commit),
         1 => Just(Op::Abort),
         1 => Just(Op::Export),
@@ -668,6 +681,38 @@ impl World {
                     assert!(!plan.complete || measure.ratio_available() < ratio);
                 }
             }
+            Op::Goal { kind, n, max } => {
+                let max = u32::from(max);
+                let plan = match kind {
+                    0 => self.mmu.plan_huge_pages(u32::from(n % 3) + 1, max).ok(),
+                    1 => {
+                        let size = (u32::from(n % 8) + 1).min(self.mmu.config().num_blocks);
+                        self.mmu.plan_groups(size, 2, max).ok()
+                    }
+                    2 => self
+                        .pick(n)
+                        .map(|id| self.mmu.plan_gather(id, max).unwrap()),
+                    _ => self.mmu.plan_compaction(Some(max)),
+                };
+                let Some(plan) = plan else { return };
+                assert!(plan.pairs.len() <= max as usize);
+                let moves = self.mmu.begin(&plan).unwrap();
+                assert_eq!(moves.pairs(), plan.pairs, "nothing happened in between");
+                self.copy(moves.pairs());
+                self.moves.push(moves);
+            }
+            Op::Give { n, size } => {
+                let (n, size) = (u32::from(n), u32::from(size));
+                if size <= self.mmu.config().num_blocks {
+                    let gone = self.mmu.take_offline(n, size).unwrap();
+                    assert!(gone.len() as u32 <= n.next_multiple_of(size));
+                }
+            }
+            Op::Grow(n) => {
+                let back = self.mmu.offline_blocks(u32::from(n), 1).unwrap();
+                let back: Vec<i64> = back.into_iter().map(i64::from).collect();
+                self.mmu.bring_online(&back).unwrap();
+            }
             Op::Commit => {
                 // A plan that has grown old loses only the moves that are no longer possible.
                 if let Some(plan) = self.plan.take() {
@@ -761,6 +806,9 @@ impl World {
         self.drain();
         self.mmu.validate(None).unwrap();
         self.mmu.evict(u32::MAX);
+        let gone = self.mmu.offline_blocks(u32::MAX, 1).unwrap();
+        let gone: Vec<i64> = gone.into_iter().map(i64::from).collect();
+        self.mmu.bring_online(&gone).unwrap();
         let states = self.mmu.states();
         assert_eq!(states.empty, self.mmu.config().num_blocks, "{states:?}");
     }
@@ -808,7 +856,7 @@ fn random_operations_reach_every_kind_of_event() {
     use proptest::test_runner::TestRunner;
     let mut runner = TestRunner::deterministic();
     let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
-    for round in 0..800 {
+    for round in 0..1100 {
         let ops = proptest::collection::vec(op(), 40..80);
         let (plain, small, huge, ops) = ((4u32..20, 1u32..5), small(), huge(), ops)
             .new_tree(&mut runner)

@@ -15,6 +15,9 @@
 //! each pass takes the moves that it needs and no more; a pass begins where the last one left off,
 //! since what it gathered is a run now, with empty blocks behind it.
 
+use std::cmp::Reverse;
+use std::ops::Range;
+
 use super::windows::Picture;
 
 /// Consecutive blocks of a sequence that lie together.
@@ -211,6 +214,40 @@ fn place(
             picture.take_run(n, first.at)
         }
     }
+}
+
+/// Where room behind a run would let the next ones follow it: the blocks to clear, which are none of the
+/// sequence's own. The place that takes the fewest moves a block, the longest run on ties.
+pub fn room(picture: &Picture<'_>, runs: &[Run], most: u32) -> Option<Range<u32>> {
+    let mut own: Vec<u32> = runs.iter().map(|run| run.block).collect();
+    own.sort_unstable();
+    let mut best: Option<((u64, Reverse<u32>), Range<u32>)> = None;
+    for pair in runs.windows(2) {
+        let (run, next) = (pair[0], pair[1]);
+        if !next.movable || next.len > most {
+            continue;
+        }
+        let start = run.end();
+        let ours = own.partition_point(|&block| block < start);
+        let end = own.get(ours).copied().unwrap_or(u32::MAX);
+        let end = end.min(start.saturating_add(most));
+        let end = (start..end)
+            .find(|&block| picture.is_stuck(block))
+            .unwrap_or(end);
+        if end - start < next.len {
+            continue;
+        }
+        let moves = (start..end)
+            .filter(|&block| picture.may_move(block))
+            .count() as u64;
+        // In quarters: a long run is worth a little more.
+        let cost = 4 * moves / u64::from(end - start);
+        let order = (cost, Reverse(run.len));
+        if moves > 0 && best.as_ref().is_none_or(|(least, _)| order < *least) {
+            best = Some((order, start..end));
+        }
+    }
+    best.map(|(_, range)| range)
 }
 
 /// Blocks in runs other than the longest: what would have to move at most.

@@ -145,15 +145,12 @@ impl Mmu {
             }
             let cached = ones(&evictable, group.clone());
             let windows = group.start / WINDOW..group.end.div_ceil(WINDOW);
-            let used = match cached {
+            let age: u64 = match cached {
                 0 => 0,
-                _ => windows
-                    .map(|at| shared.used[at as usize])
-                    .max()
-                    .unwrap_or(0),
+                _ => windows.map(|at| shared.ages.mean(at)).sum(),
             };
             let anchor = group.end > self.pool.anchor_from();
-            found.push(((cached, anchor, used, Reverse(group.start)), group));
+            found.push(((cached, anchor, Reverse(age), Reverse(group.start)), group));
         }
         found.sort_unstable_by_key(|&(order, _)| order);
         found.into_iter().map(|(_, group)| group).collect()

@@ -11,6 +11,7 @@ use super::windows::{Lore, Neighbours, Picture, Together};
 use super::{gather, measure, plan};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
+use crate::sequence::{Quote, Shape, When};
 use crate::state::{Mmu, Sequence, Shared};
 use crate::sync::lock;
 
@@ -276,7 +277,8 @@ impl Mmu {
     }
 
     /// A plan that brings a sequence into fewer runs, at most `max_moves` now. It is complete when no
-    /// move saves a run. Where no run is long enough to move anything to, a window is emptied first.
+    /// move saves a run. With what a pass leaves of its moves it makes room behind runs of the
+    /// sequence, and the next one fills it.
     pub fn plan_gather(&self, id: i64, max_moves: u32) -> Result<Plan> {
         let _rest = self.rest();
         let shared = self.shared();
@@ -288,21 +290,23 @@ impl Mmu {
         drop(sequence);
         let mut pairs = gather::gather(&mut picture, &mut runs, max_moves, 0.0, true);
         let mut remaining = gather::scattered(&runs);
-        let mut complete = true;
-        if pairs.is_empty() && remaining > 0 {
-            let more = picture.free() + 1;
-            let mut lore = Lore {
-                lru: &mut self.oldest(&shared, &sight),
-                neighbours: &self.neighbours(&shared),
-            };
-            if let Ok(emptied) = picture.empty_groups(more, max_moves, &mut lore) {
-                complete = emptied.pairs.is_empty();
-                remaining += emptied.remaining;
-                pairs = emptied.pairs;
+        // Room is made behind its runs with what is left; the next pass fills it.
+        let mut lore = Lore {
+            lru: &mut self.oldest(&shared, &sight),
+            neighbours: &self.neighbours(&shared),
+        };
+        while let left = max_moves - pairs.len() as u32
+            && left > 0
+            && let Some(range) = gather::room(&picture, &runs, left)
+        {
+            let cleared = picture.clear(range, left, &mut lore);
+            if cleared.is_empty() {
+                break;
             }
-        } else if pairs.len() as u64 >= u64::from(max_moves) {
-            complete = false;
+            picture.moved(&cleared);
+            pairs.extend(cleared);
         }
+        let complete = pairs.is_empty();
         if complete {
             remaining = 0;
         }
@@ -323,6 +327,21 @@ impl Mmu {
     /// Who maps the blocks that are to be moved next to what.
     pub(super) fn neighbours<'a>(&'a self, shared: &'a Shared) -> Mapped<'a> {
         Mapped { mmu: self, shared }
+    }
+
+    /// The quote with the moves that would make what is missing, if moves can.
+    pub fn with_moves(&self, mut quote: Quote) -> Quote {
+        let Shape { windows, run } = quote.shape;
+        let plan = match (quote.when, windows, run) {
+            (When::Frees, windows, _) if windows > 0 => self.plan_huge_pages(windows, 0),
+            (When::Frees, _, run) if run > 0 => self.plan_free_run(run, 0),
+            _ => return quote,
+        };
+        if let Ok(plan) = plan {
+            quote.when = When::Moves;
+            quote.moves = plan.remaining;
+        }
+        quote
     }
 
     /// log2 of the page size that moved pieces are kept aligned to.

@@ -68,21 +68,49 @@ impl Group {
 pub fn census(s: &Snapshot<'_>, size: u32) -> Vec<Group> {
     let n = s.num_blocks;
     let starts = (0..n).step_by(size as usize);
-    starts
-        .map(|first| {
-            let range = first..n.min(first + size);
-            let of = |bits: &[u64]| count(bits, range.clone());
-            let (empty, cached) = (of(s.empty), of(s.cached));
-            let (movable, soon) = (of(s.movable), of(s.soon));
-            Group {
-                movable,
-                soon,
-                empty,
-                available: empty + cached,
-                stuck: range.len() as u32 - empty - cached - movable - soon,
-            }
-        })
-        .collect()
+    let groups = starts.map(|first| first..n.min(first + size));
+    if size.is_multiple_of(64) {
+        let words =
+            |group: Range<u32>| (group.start / 64) as usize..group.end.div_ceil(64) as usize;
+        groups
+            .map(|group| words_of_group(s, words(group.clone()), group.len() as u32))
+            .collect()
+    } else {
+        groups.map(|group| bits_of_group(s, group)).collect()
+    }
+}
+
+/// A group of whole words, of which the last may reach beyond the pool. Only bits that are there are
+/// counted, and blocks in use are what is left.
+fn words_of_group(s: &Snapshot<'_>, words: Range<usize>, len: u32) -> Group {
+    let mut group = Group::default();
+    let mut cached = 0;
+    for at in words {
+        let (e, c, m, soon) = (s.empty[at], s.cached[at], s.movable[at], s.soon[at]);
+        let beyond = (64 * (at as u32 + 1)).saturating_sub(s.num_blocks);
+        let here = u64::MAX >> beyond;
+        let ones = |bits: u64| if bits == 0 { 0 } else { bits.count_ones() };
+        group.empty += ones(e & here);
+        cached += ones(c & here);
+        group.soon += ones(soon & here);
+        group.stuck += ones(!(e | c | m | soon) & here);
+    }
+    group.available = group.empty + cached;
+    group.movable = len - group.available - group.soon - group.stuck;
+    group
+}
+
+fn bits_of_group(s: &Snapshot<'_>, range: Range<u32>) -> Group {
+    let of = |bits: &[u64]| count(bits, range.clone());
+    let (empty, cached) = (of(s.empty), of(s.cached));
+    let (movable, soon) = (of(s.movable), of(s.soon));
+    Group {
+        movable,
+        soon,
+        empty,
+        available: empty + cached,
+        stuck: range.len() as u32 - empty - cached - movable - soon,
+    }
 }
 
 /// What is known of the blocks that lie together: who maps them next to what.
@@ -344,6 +372,41 @@ impl<'a> Picture<'a> {
         }
         pieces.sort_by_key(|(_, together)| std::cmp::Reverse(together.len));
         pieces
+    }
+
+    /// Moves what lies in a range elsewhere, from its start on, at most `max_moves` blocks.
+    pub(super) fn clear(
+        &mut self,
+        range: Range<u32>,
+        max_moves: u32,
+        lore: &mut Lore<'_>,
+    ) -> Vec<[u32; 2]> {
+        for block in range.clone().filter(|&block| is_set(self.s.empty, block)) {
+            if is_set(&self.empty, block) {
+                // Nothing goes there.
+                clear(&mut self.empty, block);
+                self.groups[(block / self.size) as usize].empty -= 1;
+            }
+        }
+        self.sort_targets();
+        let mut pairs = Vec::new();
+        let mut at = range.start;
+        while let Some(run) = next_run(&self.movable, at..range.end) {
+            let left = max_moves - pairs.len() as u32;
+            let together = lore.neighbours.run(run.start, run.len() as u32);
+            let n = together.len.min(left);
+            if n == 0 || !self.move_run(run.start..run.start + n, together, 1, &mut pairs, lore) {
+                break;
+            }
+            at = run.start + n;
+        }
+        pairs
+    }
+
+    /// Whether a block is stuck: neither available, nor empty soon, nor movable.
+    pub(super) fn is_stuck(&self, block: u32) -> bool {
+        let sets = [self.s.empty, self.s.cached, self.s.movable, self.s.soon];
+        block >= self.s.num_blocks || !sets.iter().any(|set| is_set(set, block))
     }
 
     /// At most `most` blocks of a piece from `start` on, up to the end of a page if there is one.

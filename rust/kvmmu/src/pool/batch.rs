@@ -30,7 +30,7 @@ const OPENS: u32 = 16;
 /// Windows that a search for one run looks into.
 const LOOKS: u32 = 64;
 /// One window in so many is kept whole.
-pub(crate) const KEPT: u32 = 20;
+const KEPT: u32 = 20;
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// Turns up to `n` reserved blocks into runs, appended to `out` by ascending address; returns

@@ -57,7 +57,6 @@ mod word;
 use crate::error::Result;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u64};
 
-pub(crate) use batch::KEPT;
 use fifo::Fifo;
 use homes::Home;
 /// For its models.

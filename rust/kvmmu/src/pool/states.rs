@@ -396,25 +396,19 @@ impl Pool {
         (0..self.physical.span / 512).filter_map(cached).collect()
     }
 
-    /// Of the windows with live blocks that have a run of `n` blocks, empty or evictable, the one
-    /// that `age` gives the least for; the run.
-    pub(crate) fn available_run(&self, n: u32, age: impl Fn(u32) -> u64) -> Option<Range<u32>> {
-        let run = |window: u32| {
+    /// Windows with live blocks that have a run of `n` blocks, empty or evictable.
+    pub(crate) fn windows_with_room(&self, n: u32) -> Vec<u32> {
+        let room = |&window: &u32| {
             let mut bits = [0; 8];
             for (bits, (line, evictable)) in bits.iter_mut().zip(self.window(window)) {
                 *bits = !line | evictable;
             }
             let available: u32 = bits.iter().map(|word| word.count_ones()).sum();
-            if available < n || available == WINDOW {
-                return None;
-            }
-            let longest = crate::compact::measure::longest(&bits, WINDOW);
-            let first = window * WINDOW + longest.largest_start;
-            (longest.largest >= n).then(|| (age(window), first..first + n))
+            (n..WINDOW).contains(&available)
+                && crate::compact::measure::longest(&bits, WINDOW).largest >= n
         };
-        let windows = (0..self.physical.span / WINDOW).rev();
-        let found = windows.filter_map(run).min_by_key(|&(age, _)| age);
-        found.map(|(_, run)| run)
+        let windows = 0..self.physical.span / WINDOW;
+        windows.filter(room).collect()
     }
 
     /// Lines of a window, and the bits of its evictable blocks.

@@ -40,12 +40,7 @@ impl Mmu {
     /// nothing is mapped there, or the sequence is not open. It was true at some moment of the call.
     pub fn look(&self, id: i64, index: u32) -> Option<u32> {
         let (generation, slot) = parse(id)?;
-        if !self.is_open(slot, generation) {
-            return None;
-        }
-        let block = self.table.look(slot, index);
-        // Still the same sequence: then the entry was its own.
-        block.filter(|_| self.is_open(slot, generation))
+        self.lives.look(&self.table, (slot, generation), index)
     }
 
     /// Token positions to slots (physical block x block size + offset).

@@ -37,6 +37,6 @@ mod write;
 
 pub use cascade::{Cascade, CascadeLevel, CascadeSizes};
 pub use lease::Lease;
-pub use open::{Opening, Quote, When};
+pub use open::{Opening, Quote, Shape, When};
 pub use rows::{DirtyRow, RowBuffers, Rows, Tables};
 pub use unit::Unit;

@@ -3,13 +3,10 @@
 use super::place::{Part, REGION, is_huge_page};
 use crate::config::PageOrders;
 use crate::error::{Error, Result};
-use crate::pool::{KEPT, Zone};
+use crate::pool::{Placement, Zone};
 use crate::prefix::Keys;
 use crate::state::{Mmu, NONE, Sequence, Shared, id, runs_behind};
 use crate::stats::count;
-
-/// Most windows that are kept whole at the cost of cached blocks.
-const MOST_KEPT: u32 = 8;
 
 /// How [`Mmu::open_with`] places a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,9 +49,20 @@ pub enum When {
     Never,
 }
 
+/// What is missing for a required shape although enough blocks are available.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Shape {
+    /// Free windows of 512 blocks.
+    pub windows: u32,
+    /// Blocks in one run.
+    pub run: u32,
+}
+
 /// Answer of [`Mmu::quote`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quote {
+    /// What moves would have to make; see [`Mmu::with_moves`].
+    pub shape: Shape,
     /// When `open` would succeed.
     pub when: When,
     /// Moves that it takes first.
@@ -151,24 +159,12 @@ impl Mmu {
     ) -> Result<()> {
         let mut shared = self.shared();
         let limit = self.matchable(tokens.len());
-        let mut matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
-        let orders = (opening.page_orders).map(PageOrders::bits);
-        let mut allowed = orders.unwrap_or_else(|| self.orders_for(tokens.len() as u32));
-        if opening.require_huge && orders.is_none() {
-            // Asked for, so the length does not matter.
-            allowed |= self.config.page_orders.bits() & 1 << 9;
-        }
         let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let strict = opening.require_huge || contiguous > 0;
-        if contiguous > 0
-            && runs_behind(NONE, &matched[..matched.len().min(contiguous as usize)]) > 1
-            || contiguous as usize > matched.len()
-        {
-            matched.clear();
-        }
-        if opening.require_huge {
-            matched.truncate(whole_pages(&matched));
-        }
+        let matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
+        let matched = usable(matched, contiguous, opening.require_huge);
+        let orders = (opening.page_orders).map(PageOrders::bits);
+        let allowed = self.allowed_orders(tokens.len(), opening);
         let start = matched.len() as u32;
         let offset = match opening.require_huge {
             true => 0,
@@ -186,16 +182,10 @@ impl Mmu {
             n: blocks - start,
             orders: allowed,
             zone: opening.zone,
-            contiguous: match start {
-                // The first huge page is such a run.
-                0 if opening.require_huge && contiguous <= REGION && blocks >= REGION => 0,
-                0 => contiguous,
-                _ => 0,
-            },
+            contiguous: run_wanted(contiguous, start, blocks, opening.require_huge),
             huge: opening.require_huge,
         };
-        let protected = self.evictable_among(&matched);
-        if let Err(error) = self.check_room(&shared, part, protected) {
+        if let Err(error) = self.check_room(&shared, part, &matched) {
             self.table.trim(space, 0, blocks, true);
             return Err(error);
         }
@@ -212,14 +202,13 @@ impl Mmu {
             self.retain_range(&mut shared, run);
         }
         if part.regions() > 0 {
-            // And a few more, which no run may open: else single blocks would soon lie in each.
-            let kept = (self.config.num_blocks / REGION / KEPT).min(MOST_KEPT);
-            self.make_windows(&mut shared, part.regions() + kept);
+            self.make_windows(&mut shared, part.regions());
         }
         self.make_room(&mut shared, part);
         if self.config.guarantee.is_some() {
             self.make_held_room(&mut shared, part.n - part.regions() * REGION);
         }
+        self.make_run(&mut shared, part.contiguous);
         let mut fresh = Vec::with_capacity(part.n as usize);
         let placed = self.reserve(&shared, part.n, 0).and_then(|reserved| {
             let mut claim = self.complete(reserved, Some(&mut shared));
@@ -270,18 +259,71 @@ impl Mmu {
         Ok(())
     }
 
-    /// Refuses what cannot be, before anything changes.
-    fn check_room(&self, shared: &Shared, part: Part, protected: u32) -> Result<()> {
-        let reserved = self.reserve(shared, part.n, protected)?;
+    /// Page orders that a prompt of so many tokens may use, a bit for each.
+    fn allowed_orders(&self, tokens: usize, opening: Opening) -> u32 {
+        if let Some(orders) = opening.page_orders {
+            return orders.bits();
+        }
+        let allowed = self.orders_for(tokens as u32);
+        match opening.require_huge {
+            // Asked for, so the length does not matter.
+            true => allowed | self.config.page_orders.bits() & 1 << 9,
+            false => allowed,
+        }
+    }
+
+    /// Refuses what cannot be, before anything changes. `matched`: what of the cache stays.
+    fn check_room(&self, shared: &Shared, part: Part, matched: &[u32]) -> Result<()> {
+        let reserved = self.reserve(shared, part.n, self.evictable_among(matched))?;
         self.unreserve(reserved);
-        let regions = part.complete_regions();
-        if part.huge && regions > 0 {
-            let idle = self.pool.idle_windows().len() as u32 + self.windows_of_holds();
-            if part.orders >> 9 & 1 == 0 || idle < regions {
-                return Err(self.pool.refusal(regions * REGION));
-            }
+        if !self.has_shape(part, matched) {
+            let regions = if part.huge {
+                part.complete_regions()
+            } else {
+                0
+            };
+            let needed = (regions * REGION).max(part.contiguous);
+            return Err(self.pool.refusal(needed));
         }
         Ok(())
+    }
+
+    /// Whether the shape that a part requires is to be had now, if its blocks are.
+    fn has_shape(&self, part: Part, matched: &[u32]) -> bool {
+        let regions = part.complete_regions();
+        if part.huge && regions > 0 {
+            // Pages of the cached prefix lie in windows that are idle now, and soon not.
+            let is_idle = |page: &&[u32]| page.iter().all(|&block| self.pool.is_evictable(block));
+            let taken = matched
+                .chunks_exact(REGION as usize)
+                .filter(is_idle)
+                .count() as u32;
+            let idle = self.pool.idle_windows().len() as u32 + self.windows_of_holds();
+            if part.orders >> 9 & 1 == 0 || idle < regions + taken {
+                return false;
+            }
+        }
+        part.contiguous <= 1 || self.run_to_make(part.contiguous).is_some()
+    }
+
+    /// Whether no pool of this kind, however empty, has room for a prompt in the shape required.
+    fn is_impossible(&self, part: Part, blocks: u32) -> bool {
+        let regions = if part.huge { blocks / REGION } else { 0 };
+        if regions == 0 && part.contiguous <= 1 {
+            return false;
+        }
+        let null = self.config.null_block;
+        let span = self.config.span();
+        let spoilt = null < span / REGION * REGION;
+        let windows = span / REGION - u32::from(spoilt);
+        let longest = match null < span {
+            true => null.max(span - 1 - null),
+            false => span,
+        };
+        self.config.placement != Placement::AddressOrder
+            || regions > 0 && part.orders >> 9 & 1 == 0
+            || regions > windows
+            || part.contiguous > longest
     }
 
     /// Virtual block of the first logical one. A sequence takes the alignment of the last page of
@@ -347,32 +389,92 @@ impl Mmu {
 
     /// Says whether `open` would succeed, without changing anything.
     pub fn quote(&self, tokens: &[i32], keys: &Keys) -> Quote {
+        let quote = self.quote_with(tokens, keys, Opening::default());
+        quote.expect("no orders were asked for")
+    }
+
+    /// Says whether `open_with` would succeed, without changing anything. A run of more than a huge
+    /// page whose regions must be huge pages too is quoted as [`When::Frees`], be it there or not.
+    pub fn quote_with(&self, tokens: &[i32], keys: &Keys, opening: Opening) -> Result<Quote> {
         let _gate = self.enter();
+        self.check_orders(opening.page_orders)?;
         let mut shared = self.shared();
         let limit = self.matchable(tokens.len());
-        let matched = self.matched_blocks(&mut shared, tokens, keys, limit);
         let total = tokens.len().div_ceil(self.config.block_size as usize);
+        let blocks = u32::try_from(total).unwrap_or(u32::MAX);
+        let huge = opening.require_huge;
+        let contiguous = self.blocks_for(opening.contiguous).min(blocks);
+        let matched = self.matched_blocks(&mut shared, tokens, keys, limit);
+        let matched = usable(matched, contiguous, huge);
         let needed = total - matched.len();
         let available = self.pool.empty() + self.holds.total() + self.pool.num_evictable()
             - self.evictable_among(&matched);
+        let start = matched.len() as u32;
+        let part = Part {
+            at: start, // as it is where huge pages are required
+            n: blocks - start,
+            orders: self.allowed_orders(tokens.len(), opening),
+            zone: opening.zone,
+            contiguous: run_wanted(contiguous, start, blocks, huge),
+            huge,
+        };
         let never = total > self.config.max_blocks_per_sequence as usize
-            || !self.table.could_hold(total as u32);
+            || !self.table.could_hold(blocks)
+            || self.is_impossible(part, blocks);
+        let mut shape = Shape::default();
         let when = if never {
             When::Never
         } else if total > self.online() as usize {
             When::Grows
-        } else if needed > available as usize || !self.has_room(total as u32) {
+        } else if needed > available as usize || !self.has_room(blocks) {
+            When::Frees
+        } else if huge && part.contiguous > REGION
+            || (huge || part.contiguous > 1) && !self.has_shape(part, &matched)
+        {
+            shape = match (huge, part.contiguous) {
+                (true, 0) => Shape {
+                    windows: part.complete_regions(),
+                    run: 0,
+                },
+                (false, run) => Shape { windows: 0, run },
+                // Both at once: no plan makes that.
+                (true, _) => Shape::default(),
+            };
             When::Frees
         } else {
             When::Now
         };
-        Quote {
+        Ok(Quote {
             when,
+            shape,
             moves: 0,
             needed: u32::try_from(needed).unwrap_or(u32::MAX),
             available,
-            num_cached_tokens: matched.len() as u32 * self.config.block_size,
-        }
+            num_cached_tokens: start * self.config.block_size,
+        })
+    }
+}
+
+/// What of a cached prefix serves a prompt whose first blocks, so many, must be one run, and whose
+/// regions must be huge pages.
+fn usable(mut matched: Vec<u32>, contiguous: u32, huge: bool) -> Vec<u32> {
+    let contiguous = contiguous as usize;
+    if contiguous > matched.len() || runs_behind(NONE, &matched[..contiguous]) > 1 {
+        matched.clear();
+    }
+    if huge {
+        matched.truncate(whole_pages(&matched));
+    }
+    matched
+}
+
+/// Blocks at the start of what a prompt claims that must be one run.
+fn run_wanted(contiguous: u32, start: u32, blocks: u32, huge: bool) -> u32 {
+    match start {
+        // The first huge page is such a run.
+        0 if huge && contiguous <= REGION && blocks >= REGION => 0,
+        0 => contiguous,
+        _ => 0,
     }
 }
 

@@ -11,13 +11,14 @@
 //! blocks into which it grows (compare the reservations of Navarro, Iyer, Druschel and Cox, OSDI
 //! 2002). Nothing is refused for its shape unless the caller asked for that.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::config::PageOrders;
 use crate::error::{Error, Result};
 use crate::pool::{Fit, Placement, WINDOW, Zone};
-use crate::state::{Mmu, NONE, Shared, runs_behind};
+use crate::state::{Ages, Mmu, NONE, Shared, runs_behind};
 use crate::stats::count;
 use crate::sync::MutexGuard;
 
@@ -25,6 +26,10 @@ use crate::sync::MutexGuard;
 pub(super) const REGION: u32 = WINDOW;
 /// How often a claim breaks holds before it is refused.
 const HOLDS_AGAIN: u32 = 8;
+/// Windows with live blocks that are looked into for a run.
+const LIVE_WINDOWS: usize = 8;
+/// Of so many blocks that are evicted next, the windows are looked into as well.
+const NEXT_BLOCKS: usize = 1024;
 
 /// Blocks that a call may claim.
 #[derive(Debug, Default)]
@@ -240,7 +245,7 @@ impl Mmu {
             ..
         } = part;
         if self.config.placement != Placement::AddressOrder {
-            if strict && (contiguous > 1 || orders >> 9 & 1 != 0 && n >= REGION) {
+            if strict && (contiguous > 1 || part.huge && part.regions() > 0) {
                 return Err(Missing { run: contiguous });
             }
             self.take_any(claim, n, (zone, Fit::Together), out);
@@ -291,7 +296,7 @@ impl Mmu {
         let missed = regions - windows.len() as u32;
         if missed > 0 {
             count(&self.stats.huge_missed, missed as usize);
-            if strict {
+            if part.huge {
                 let taken = windows.iter().flat_map(|&first| first..first + REGION);
                 out.extend(taken);
                 return Err(Missing { run: REGION });
@@ -453,7 +458,10 @@ impl Mmu {
     // -- windows -----------------------------------------------------------------------------
 
     /// Sees to it that `n` windows are whole, as far as windows without live blocks make that
-    /// possible: those that were used least lately lose their cached blocks.
+    /// possible: those whose cached blocks are oldest, all ages added up, lose them. (Not the one
+    /// whose newest block is oldest: then one block that is hot keeps 500 that nobody wants. And a
+    /// full window goes before one that is half empty, which is what is left of a prefix that is
+    /// used.)
     pub(crate) fn make_windows(&self, shared: &mut Shared, n: u32) {
         if self.config.placement != Placement::AddressOrder {
             return;
@@ -468,7 +476,7 @@ impl Mmu {
         }
         let whole = idle.iter().filter(is_whole).count() as u32;
         idle.retain(|&(cached, _)| cached > 0);
-        idle.sort_unstable_by_key(|&(_, window)| shared.used[window as usize]);
+        idle.sort_by_cached_key(|&(_, window)| Reverse(shared.ages.total(window)));
         for (_, window) in idle.into_iter().take(n.saturating_sub(whole) as usize) {
             self.evict_among(shared, window * REGION..(window + 1) * REGION);
         }
@@ -513,9 +521,8 @@ impl Mmu {
         self.holds_by_window().iter().filter(alone).count() as u32
     }
 
-    /// Sees to it that the end of a part, what lies behind its last region, finds room for one run
-    /// beside live blocks, so that it opens no window: cached blocks that are in the way go, in the
-    /// window that was used least lately.
+    /// Sees to it that the end of a part, what lies behind its last region, finds room for one run:
+    /// cached blocks that are in the way go, where they are least likely to be used again.
     pub(super) fn make_room(&self, shared: &mut Shared, part: Part) {
         let end = part.at + part.n;
         let n = match part.regions() {
@@ -523,14 +530,104 @@ impl Mmu {
             _ => end % REGION,
         };
         let wanted = n + self.config.hold_blocks + (1 << self.config.page_orders.alignment()) - 1;
-        let none = n == 0 || wanted > REGION || self.pool.num_evictable() == 0;
+        let evictable = self.pool.num_evictable();
+        let none = n == 0 || wanted > REGION || evictable == 0;
         if self.is_plain() || none || self.config.placement != Placement::AddressOrder {
             return;
         }
-        let used = |window: u32| shared.used[window as usize];
-        if let Some(run) = self.pool.available_run(wanted, used) {
+        let windows = self.windows_for_a_run(shared, wanted);
+        let runs = windows
+            .into_iter()
+            .filter_map(|window| self.coldest_run(&shared.ages, window, wanted, evictable / 4));
+        if let Some((_, run)) = runs.min_by(|(one, _), (other, _)| one.total_cmp(other)) {
             self.evict_among(shared, run);
         }
+    }
+
+    /// Sees to it that there is a run of `n` empty blocks, where cached or held ones alone are in the
+    /// way.
+    pub(super) fn make_run(&self, shared: &mut Shared, n: u32) {
+        if n <= 1 {
+            return;
+        }
+        let Some((run, false)) = self.run_to_make(n) else {
+            return;
+        };
+        let overlaps = |held: &Range<u32>| held.start < run.end && run.start < held.end;
+        for (held, slot) in self.holds.largest() {
+            if overlaps(&held) && self.drop_hold(slot) > 0 {
+                count(&self.stats.holds_broken, 1);
+            }
+        }
+        self.evict_among(shared, run);
+    }
+
+    /// A run of `n` blocks that are empty, evictable or held, and whether all are empty.
+    pub(super) fn run_to_make(&self, n: u32) -> Option<(Range<u32>, bool)> {
+        let span = self.config.span();
+        let run = |bits: &[u64]| {
+            let longest = crate::compact::measure::longest(bits, span);
+            let first = longest.largest_start;
+            (longest.largest >= n).then_some(first..first + n)
+        };
+        if let Some(run) = run(&self.pool.empty_bits()) {
+            return Some((run, true));
+        }
+        let mut bits = self.pool.available_bits();
+        for block in self.holds.blocks() {
+            bits[block as usize / 64] |= 1 << (block % 64);
+        }
+        Some((run(&bits)?, false))
+    }
+
+    /// Windows in which a run of `n` blocks, empty or evictable, should be looked for: of those with
+    /// live blocks the ones whose cached blocks are oldest, the highest first, and those of the
+    /// blocks that are evicted next.
+    fn windows_for_a_run(&self, shared: &mut Shared, n: u32) -> Vec<u32> {
+        let mut windows = self.pool.windows_with_room(n);
+        windows.sort_by_cached_key(|&window| Reverse((shared.ages.mean(window), window)));
+        windows.truncate(LIVE_WINDOWS);
+        let may = |block: u32| self.pool.is_evictable(block);
+        let (_, next) = shared.index.order().oldest(NEXT_BLOCKS, may);
+        for window in next.into_iter().map(|block| block / REGION) {
+            if (window + 1) * REGION <= self.config.span() && !windows.contains(&window) {
+                windows.push(window);
+            }
+        }
+        windows
+    }
+
+    /// The run of `n` blocks of a window, empty or evictable, that is least likely to be used again,
+    /// and how likely that is: of a cached block one by its age, in blocks that entered the cache
+    /// since, and `more`, so that no block counts for all others.
+    fn coldest_run(
+        &self,
+        ages: &Ages,
+        window: u32,
+        n: u32,
+        more: u32,
+    ) -> Option<(f64, Range<u32>)> {
+        let blocks = window * REGION..(window + 1) * REGION;
+        let mut heats = [0.0; REGION as usize];
+        let mut best: Option<(f64, Range<u32>)> = None;
+        let (mut heat, mut first) = (0.0, blocks.start);
+        for (at, block) in blocks.clone().enumerate() {
+            if self.pool.is_evictable(block) {
+                heats[at] = 1.0 / (ages.of(block) as f64 + f64::from(more) + 1.0);
+            } else if !self.pool.is_empty(block) {
+                (heat, first) = (0.0, block + 1);
+                continue;
+            }
+            heat += heats[at];
+            if block + 1 - first > n {
+                heat -= heats[(first - blocks.start) as usize];
+                first += 1;
+            }
+            if block + 1 - first == n && best.as_ref().is_none_or(|(least, _)| heat < *least) {
+                best = Some((heat, first..block + 1));
+            }
+        }
+        best
     }
 
     /// Breaks the holds of windows in which nothing else lies that is not cached. Returns whether

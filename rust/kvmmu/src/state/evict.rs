@@ -161,8 +161,7 @@ impl Mmu {
     /// A cached block that no step can touch enters the order of eviction.
     pub(crate) fn enter_order(&self, shared: &mut Shared, block: u32) {
         shared.index.enter_order(block);
-        shared.clock += 1;
-        shared.used[(block / WINDOW) as usize] = shared.clock;
+        shared.ages.enter(block);
         self.pool
             .set_evictable(block, !self.pool.word(block).is_moving());
     }
@@ -170,8 +169,7 @@ impl Mmu {
     /// A block of the order of eviction has moved: it keeps its place there.
     pub(crate) fn move_in_order(&self, shared: &mut Shared, old: u32, new: u32) {
         shared.index.order().replace(old, new);
-        let [from, to] = [old, new].map(|block| (block / WINDOW) as usize);
-        shared.used[to] = shared.used[to].max(shared.used[from]);
+        shared.ages.replace(old, new);
         self.pool.set_evictable(new, true);
     }
 
@@ -179,6 +177,7 @@ impl Mmu {
     pub(crate) fn leave_cache(&self, shared: &mut Shared, block: u32) {
         if !self.stop_cooling(shared, block) {
             shared.index.order().remove(block);
+            shared.ages.leave(block);
             self.pool.set_evictable(block, false);
         }
     }

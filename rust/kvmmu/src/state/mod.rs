@@ -20,6 +20,7 @@
 //!
 //! Order: gate, slots, shared, steps.
 
+mod ages;
 mod evict;
 mod holds;
 mod mapping;
@@ -36,11 +37,12 @@ use crate::pool::{End, Pool, State, States, Word};
 use crate::prefix::{Index, Tokens};
 use crate::stats::{Stats, StatsReading, count};
 use crate::sync::{
-    AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    Serial, lock, try_lock, zeroed_u64,
+    AtomicU32, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, Serial,
+    lock, try_lock,
 };
-use crate::table::{Stretch, Table};
+use crate::table::{Lives, Stretch, Table};
 
+pub(crate) use ages::Ages;
 use holds::Holds;
 pub(crate) use mapping::runs_behind;
 pub(crate) use reverse::{Chains, ORDERS, PageOf, Reverse};
@@ -88,10 +90,8 @@ pub(crate) struct Shared {
     /// Cached blocks that a step in flight may still read: not evictable before it has ended.
     cooling: HashMap<u32, u64>,
     cooling_order: VecDeque<(u64, u32)>,
-    /// Of each window: when a block of it last entered the order of eviction.
-    pub(crate) used: Vec<u64>,
-    /// Blocks that have entered the order of eviction.
-    pub(crate) clock: u64,
+    /// When the evictable blocks entered the order of eviction.
+    pub(crate) ages: Ages,
     /// Fenced blocks and the step that each waits for.
     fenced: VecDeque<(u64, u32)>,
     /// Empty between verbs: memory for the pages that one unmaps, which the system would map anew
@@ -159,9 +159,8 @@ pub struct Mmu {
     pub(crate) holds: Holds,
     pub(crate) tokens: Tokens,
     pub(crate) slots: Box<[Mutex<Sequence>]>,
-    /// Generation of the sequence in each slot, 0 while there is none: tells an id that is gone from
-    /// one that is busy without the lock.
-    generations: Box<[AtomicU64]>,
+    /// Tells an id that is gone from one that is busy without the lock.
+    pub(crate) lives: Lives,
     free_slots: Mutex<FreeSlots>,
     gate: RwLock<()>,
     shared: Mutex<Shared>,
@@ -200,7 +199,7 @@ impl Mmu {
             holds: Holds::new(config.max_sequences + 1)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,
             slots,
-            generations: zeroed_u64(config.max_sequences as usize)?,
+            lives: Lives::new(config.max_sequences)?,
             free_slots: Mutex::new(FreeSlots {
                 reused: BinaryHeap::new(),
                 fresh: 0,
@@ -219,8 +218,7 @@ impl Mmu {
                 awaited: HashMap::default(),
                 cooling: HashMap::default(),
                 cooling_order: VecDeque::new(),
-                used: vec![0; n.div_ceil(512) as usize],
-                clock: 0,
+                ages: Ages::new(indexed)?,
                 fenced: VecDeque::new(),
                 unmapping: Vec::new(),
                 filling: None,
@@ -303,8 +301,7 @@ impl Mmu {
         let unknown = Error::UnknownSequence { sequence: id };
         let (generation, slot) = parse(id).ok_or(unknown.clone())?;
         let cell = self.slots.get(slot as usize).ok_or(unknown.clone())?;
-        // Acquire: pairs with the Release in `take_slot` and `give_slot`.
-        if self.generations[slot as usize].load(Ordering::Acquire) != generation {
+        if !self.lives.is(slot, generation) {
             return Err(unknown);
         }
         let sequence = try_lock(cell).ok_or(Error::ConcurrentUse { sequence: id })?;
@@ -313,13 +310,6 @@ impl Mmu {
         } else {
             Err(unknown)
         }
-    }
-
-    /// Whether a slot has a sequence of this generation now. No lock.
-    pub(crate) fn is_open(&self, slot: u32, generation: u64) -> bool {
-        // Acquire: pairs with the Release in `take_slot` and `give_slot`.
-        let now = self.generations.get(slot as usize);
-        now.is_some_and(|now| now.load(Ordering::Acquire) == generation)
     }
 
     /// The sequence that had a slot in this generation, if it is still open.
@@ -375,7 +365,7 @@ impl Mmu {
         };
         let mut sequence = lock(&self.slots[slot as usize]);
         let generation = sequence.generation + 1;
-        self.generations[slot as usize].store(generation, Ordering::Release);
+        self.lives.begin(slot, generation);
         *sequence = Sequence {
             generation,
             open: true,
@@ -398,7 +388,7 @@ impl Mmu {
 
     /// Gives a slot back whose address space is empty.
     pub(crate) fn give_slot(&self, slot: u32, mut sequence: MutexGuard<'_, Sequence>) {
-        self.generations[slot as usize].store(0, Ordering::Release);
+        self.lives.end(slot);
         self.table.close(slot, sequence.space);
         sequence.open = false;
         sequence.keys = None;

@@ -6,6 +6,7 @@
 //! | `pte` | the layout of an entry |
 //! | `pages` | mapping, remapping, splitting, promoting, unmapping: by the one writer of a space |
 //! | `walk` | reading: by the writer, and by anybody without a lock |
+//! | `lives` | which sequence has a slot: the look-up by id |
 //!
 //! What never lives here: who owns a block, why it moves, the reverse map.
 //!
@@ -34,6 +35,7 @@
 //! array larger than needed costs address space, not memory: pages are touched on first use. A huge
 //! page keeps a node in reserve, untouched, so that a split never fails.
 
+mod lives;
 mod pages;
 mod pte;
 mod walk;
@@ -41,6 +43,7 @@ mod walk;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Mutex, Ordering, lock, zeroed_u64};
 
+pub use lives::Lives;
 pub(crate) use pte::NODE_BITS;
 pub use pte::Pte;
 pub(crate) use walk::{Leaf, Page, Stretch};
