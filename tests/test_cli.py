@@ -44,6 +44,20 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 # -- fine ----------------------------------------------------------------------------------
 
 
+def test_a_sample_runs_clean_under_the_guarantee_and_with_faults(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    done = kvmmu(
+        *("replay", "--sample", "--limit", "80", "--blocks", "6000", "--verify", "--json", file),
+        *("--guarantee", "--inject-faults", "0.2"),
+    )
+    assert done.returncode == 0, said(done)
+    for word in ("moves aborted", "guarantee", "no mismatch"):
+        assert word in said(done)
+    figures = json.loads(file.read_text())
+    assert figures["aborted_moves"] > 0 and figures["faults_injected"] > 0
+    assert figures["guarantee_broken"] == figures["mismatches"] == 0
+
+
 def test_a_sample_runs_clean_and_its_json_has_every_field(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     done = kvmmu(

@@ -321,6 +321,47 @@ def test_moves_are_counted_while_requests_change_their_rows() -> None:
     assert figures["moved_blocks"] >= 0.9 * figures["committed_moves"]
 
 
+# -- faults, and the guarantee -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["address", "scatter"])
+def test_passes_whose_mover_fails_are_aborted_and_every_byte_reads_back(placement: str) -> None:
+    trace = sample.small(3).head(120)
+    figures = run(trace, blocks=4096, placement=placement, inject_faults=0.3)
+    assert figures["finished"] == 120
+    assert figures["faults_injected"] > 0
+    assert figures["aborted_moves"] > 0
+    assert figures["committed_moves"] > 0
+    calm = run(trace, blocks=4096, placement=placement)
+    assert calm["faults_injected"] == calm["aborted_moves"] == 0
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.2])
+@pytest.mark.parametrize(("slack", "budget"), [(0, 8192), (0, 32), (1, 4)])
+def test_the_guarantee_is_kept_on_a_trace(slack: int, budget: int, faults: float) -> None:
+    figures = run(
+        sample.small(3).head(120),
+        blocks=6000,
+        guarantee=slack,
+        budget_blocks=budget,
+        inject_faults=faults,
+    )
+    assert figures["finished"] == 120
+    assert figures["guarantee_broken"] == 0
+    assert (figures["aborted_moves"] > 0) == (faults > 0)
+    assert 0 < figures["committed_moves"] <= figures["freed_blocks"]
+    held = figures["guarantee"]
+    if budget == 8192:
+        assert (held["excess_worst"], held["owed_worst"]) == (0, 0), "without a budget: no lag"
+    elif slack == 0:
+        assert held["owed_worst"] > 0, "with one it does"
+
+
+def test_without_the_mode_nothing_is_said_of_the_guarantee() -> None:
+    figures = run(sample.small(3).head(20), blocks=6000)
+    assert (figures["guarantee"], figures["guarantee_broken"]) == (None, 0)
+
+
 # -- options -------------------------------------------------------------------------------
 
 

@@ -48,6 +48,7 @@ impl Mmu {
         self.check_blocks(&shared, &mappings, &held)?;
         self.check_order(&shared)?;
         self.check_moves(&shared)?;
+        self.check_guarantee(&shared)?;
         self.check_leases(&shared)?;
         self.check_steps(&shared)?;
         if let Some((rows, buffers)) = rows {
@@ -383,6 +384,21 @@ impl Mmu {
         Ok(())
     }
 
+    /// What can be seen of the guarantee at any time: moves never outnumber frees, as long as nobody
+    /// asked for any. (How many windows are held is bounded after a pass.)
+    fn check_guarantee(&self, shared: &Shared) -> Check {
+        let stats = self.stats();
+        let (moves, frees) = (
+            stats.moves_committed,
+            stats.freed_blocks + stats.left_cached,
+        );
+        ensure!(
+            self.config.guarantee.is_none() || shared.asked > 0 || moves <= frees,
+            "{moves} moves under the guarantee, {frees} frees"
+        );
+        Ok(())
+    }
+
     /// What sequences have scheduled and not written, steps in flight answer for.
     fn check_steps(&self, shared: &Shared) -> Check {
         let steps = self.steps();
@@ -508,5 +524,30 @@ impl Mmu {
             );
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Config;
+    use crate::stats::count;
+
+    #[test]
+    fn moves_that_outnumber_frees_break_the_guarantee_and_nothing_else() {
+        for guarantee in [None, Some(0)] {
+            let mut config = Config::new(1024, 1);
+            config.guarantee = guarantee;
+            let mmu = Mmu::new(config).expect("a sound configuration");
+            count(&mmu.stats.freed_blocks, 2);
+            count(&mmu.stats.moves_committed, 2);
+            assert_eq!(mmu.validate(None), Ok(()));
+            count(&mmu.stats.moves_committed, 1);
+            let found = mmu.validate(None).map_err(|broken| broken.to_string());
+            let expected = "broken invariant: 3 moves under the guarantee, 2 frees".to_string();
+            assert_eq!(found, guarantee.map_or(Ok(()), |_| Err(expected)));
+            mmu.shared().asked += 1;
+            assert_eq!(mmu.validate(None), Ok(()));
+        }
     }
 }

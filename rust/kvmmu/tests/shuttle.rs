@@ -1,5 +1,5 @@
 //! Random schedules, sequentially consistent, of programs that are too long for `loom.rs`: the pool
-//! with its counts, and the transaction of moves against fork, append, close and match.
+//! with its counts, and the transaction of moves against fork, append, export, match, evict and close.
 //!
 //! What lives here: three or four threads of some dozens of operations. What never lives here: weak
 //! memory (`loom.rs`), real threads (`pool.rs`, `threads.rs`, `examples/stress.rs`).
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use kvmmu::model::this_is_thread;
-use kvmmu::{Config, Error, Keys, Mmu, Placement, Pool, PoolConfig, Rows, Tables, Zone};
+use kvmmu::{Config, Error, Keys, Mmu, Placement, Plan, Pool, PoolConfig, Rows, Tables, Zone};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::sync::RwLock;
@@ -224,13 +224,26 @@ impl World {
         self.mmu.end_step(step).unwrap();
     }
 
+    /// What was written is read back through rows that were exported just now.
+    fn read_back(&self, rows: &mut Rows, tables: &mut Tables, open: &[(i64, Vec<i32>, usize)]) {
+        let ids: Vec<i64> = open.iter().map(|seq| seq.0).collect();
+        self.mmu.export(&ids, rows, &mut tables.borrow()).unwrap();
+        for (row, (_, tokens, written)) in open.iter().enumerate() {
+            for position in 0..*written {
+                let block = tables.block_table[row * BLOCKS + position / SIZE] as usize;
+                let found = self.memory[block * SIZE + position % SIZE].load(Ordering::Relaxed);
+                assert_eq!(found, word(&tokens[..=position]), "position {position}");
+            }
+        }
+    }
+
     fn engine(&self, number: usize) {
         this_is_thread(number);
         let mut rows = Rows::new(&self.mmu, 4, BLOCKS, 64).unwrap();
         let mut tables = rows.buffers();
         let mut open: Vec<(i64, Vec<i32>, usize)> = Vec::new();
         for turn in 0..6 {
-            match below(4) {
+            match below(7) {
                 0 if open.len() < 3 => {
                     let tokens: Vec<i32> = (0..below(9) as i32).collect();
                     match self.mmu.open(&tokens, Keys::default()) {
@@ -249,6 +262,29 @@ impl World {
                     let at = below(open.len() as u32) as usize;
                     self.mmu.close(open.swap_remove(at).0).unwrap();
                 }
+                3 if !open.is_empty() => {
+                    // Copies of an append are due before the tables flip again.
+                    let _steps = self.flip.read().unwrap();
+                    let seq = &mut open[0];
+                    let new = [100 * (number as i32 + 1) + turn; 2];
+                    match self.mmu.append(seq.0, &new) {
+                        Ok(copies) => {
+                            self.copy(&copies);
+                            seq.1.extend(new);
+                        }
+                        Err(error) => assert!(matches!(error, Error::OutOfBlocks { .. })),
+                    }
+                }
+                4 if !open.is_empty() => {
+                    let _steps = self.flip.read().unwrap();
+                    self.read_back(&mut rows, &mut tables, &open);
+                }
+                5 => {
+                    let tokens: Vec<i32> = (0..9).collect();
+                    let found = self.mmu.matched_tokens(&tokens, &Keys::default());
+                    assert!(found < 9 && (found as usize).is_multiple_of(SIZE));
+                    self.mmu.evict(below(4));
+                }
                 _ if !open.is_empty() => {
                     self.step(
                         &mut rows,
@@ -265,20 +301,34 @@ impl World {
         }
     }
 
+    /// A plan of any goal. None: it cannot be reached now.
+    fn plan(&self) -> Option<Plan> {
+        let some = self.mmu.sequences();
+        match below(5) {
+            0 => self.mmu.plan_below(0.02, 8).ok(),
+            1 => self.mmu.plan_free_run(2 + below(8), 8).ok(),
+            2 => self.mmu.plan_groups(4, 1 + below(3), 8).ok(),
+            // Another thread may have closed it since.
+            3 => (some.first()).and_then(|&id| self.mmu.plan_gather(id, 8).ok()),
+            _ => self.mmu.plan_compaction(None),
+        }
+    }
+
     /// Plans, begins, copies, commits or aborts; what a commit moves was written before the gate.
     fn compactor(&self) {
         this_is_thread(1);
         for _ in 0..4 {
             let flip = self.flip.write().unwrap();
-            let plan = self.mmu.plan_below(0.02, 8).unwrap();
-            let moves = self.mmu.begin(&plan).unwrap();
-            // Between begin and commit others open, fork, close and match.
-            self.copy(moves.pairs());
-            thread::yield_now();
-            if below(3) == 0 {
-                self.mmu.abort(&moves).unwrap();
-            } else {
-                self.mmu.commit(&moves).unwrap();
+            if let Some(plan) = self.plan() {
+                let moves = self.mmu.begin(&plan).unwrap();
+                // Between begin and commit others open, fork, close and match.
+                self.copy(moves.pairs());
+                thread::yield_now();
+                if below(3) == 0 {
+                    self.mmu.abort(&moves).unwrap();
+                } else {
+                    self.mmu.commit(&moves).unwrap();
+                }
             }
             drop(flip);
             self.mmu.evict(below(3));
@@ -287,9 +337,19 @@ impl World {
 }
 
 #[test]
-fn moves_meet_fork_append_close_and_match() {
-    check(|| {
+fn moves_meet_fork_append_export_match_and_evict() {
+    moves_meet(None);
+}
+
+#[test]
+fn moves_under_the_guarantee_meet_the_same() {
+    moves_meet(Some(0));
+}
+
+fn moves_meet(guarantee: Option<u32>) {
+    check(move || {
         let mut config = Config::new(BLOCKS as u32, SIZE as u32);
+        config.guarantee = guarantee;
         config.max_sequences = 8;
         config.table_nodes = config.default_table_nodes();
         let world = Arc::new(World {

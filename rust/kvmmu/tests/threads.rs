@@ -9,7 +9,7 @@
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use kvmmu::{Config, Error, Keys, Mmu, Rows};
+use kvmmu::{Config, Error, Keys, Mmu, Plan, Rows};
 
 const BLOCKS: usize = 256;
 const SIZE: usize = 4;
@@ -34,6 +34,7 @@ fn rest() {
 
 struct World {
     mmu: Mmu,
+    guaranteed: bool,
     memory: Vec<AtomicU64>,
     /// Read by steps, written by whoever flips tables.
     flip: RwLock<()>,
@@ -151,12 +152,33 @@ impl World {
         }
     }
 
+    /// A plan of any goal; none when it cannot be reached now. Under the guarantee what it asks for.
+    fn plan(&self, random: &mut Random) -> Option<Plan> {
+        let sequences = self.mmu.sequences();
+        match random.below(8) {
+            _ if self.guaranteed => self.mmu.plan_compaction(None),
+            0 | 1 => self.mmu.plan_below(0.02, 16).ok(),
+            2 => self.mmu.plan_free_run(8 + random.below(56) as u32, 16).ok(),
+            3 => self
+                .mmu
+                .plan_huge_pages(1 + random.below(2) as u32, 64)
+                .ok(),
+            4 => self.mmu.plan_groups(8, 1 + random.below(9) as u32, 16).ok(),
+            5 | 6 => (sequences.first()).and_then(|&id| self.mmu.plan_gather(id, 16).ok()),
+            _ => self.mmu.plan_compaction(None),
+        }
+    }
+
     fn compactor(&self, seed: u64) {
         let mut random = Random(seed);
         while !self.done.load(Ordering::Relaxed) {
             // The copy reads sources that nobody writes: between begin and commit no step runs.
             let _flip = self.flip.write().unwrap();
-            let plan = self.mmu.plan_below(0.02, 16).unwrap();
+            let Some(plan) = self.plan(&mut random) else {
+                drop(_flip);
+                rest();
+                continue;
+            };
             let moves = self.mmu.begin(&plan).unwrap();
             self.copy(moves.pairs());
             if random.below(4) == 0 {
@@ -186,16 +208,31 @@ impl World {
     }
 }
 
+/// Kind 49 of the list of hazards, with far more operations than it asks for.
 #[test]
 fn eight_threads_read_their_own_bytes_while_moves_run() {
-    let seed = std::env::var("KVMMU_SEED").map_or(20_261_129, |seed| seed.parse().unwrap());
     let rounds = std::env::var("KVMMU_ROUNDS").map_or(100_000, |rounds| rounds.parse().unwrap());
+    let moved = eight_threads(BLOCKS as u32, None, rounds);
+    assert!(moved > 0);
+}
+
+/// The same under the guarantee, in a pool of several windows: `validate` compares moves with frees.
+#[test]
+fn eight_threads_keep_the_guarantee_while_moves_run() {
+    let rounds = std::env::var("KVMMU_ROUNDS").map_or(10_000, |rounds| rounds.parse().unwrap());
+    eight_threads(4 * 512 + 100, Some(0), rounds);
+}
+
+fn eight_threads(blocks: u32, guarantee: Option<u32>, rounds: usize) -> usize {
+    let seed = std::env::var("KVMMU_SEED").map_or(20_261_129, |seed| seed.parse().unwrap());
     println!("KVMMU_SEED={seed} KVMMU_ROUNDS={rounds}");
-    let mut config = Config::new(BLOCKS as u32, SIZE as u32);
+    let mut config = Config::new(blocks, SIZE as u32);
     config.max_sequences = 64;
+    config.guarantee = guarantee;
     let world = World {
         mmu: Mmu::new(config).unwrap(),
-        memory: (0..(BLOCKS + 1) * SIZE)
+        guaranteed: guarantee.is_some(),
+        memory: (0..(blocks as usize + 1) * SIZE)
             .map(|_| AtomicU64::new(0))
             .collect(),
         flip: RwLock::new(()),
@@ -222,10 +259,10 @@ fn eight_threads_read_their_own_bytes_while_moves_run() {
     });
     world.mmu.validate(None).unwrap();
     world.mmu.evict(u32::MAX);
-    assert_eq!(world.mmu.states().empty, BLOCKS as u32);
+    assert_eq!(world.mmu.states().empty, blocks);
     let moved = world.moved.load(Ordering::Relaxed);
     println!("{moved} blocks moved");
-    assert!(moved > 0);
+    moved
 }
 
 /// An append that is always refused takes nothing away for a moment that others would miss.

@@ -95,9 +95,17 @@ impl Mmu {
         if held.is_empty() && self.may_fill(&picture) {
             held = self.start_window(&mut shared, &mut picture, budget - spent);
             picture.moved(&held);
+            if let Some(filling) = shared.filling {
+                // Its blocks were empty when the state was read; now they are held.
+                picture.spare(filling.window..filling.window + WINDOW);
+            }
         }
         pairs.extend(&held);
         if self.config.gather_least > 0.0 {
+            if self.config.compaction_start.is_some() {
+                // Else the ratio would have what was gathered moved back, and so for ever.
+                picture.spare_longest();
+            }
             let left = budget - pairs.len() as u32;
             pairs.extend(self.gather_some(&mut shared, &mut picture, left));
         }
@@ -187,7 +195,10 @@ impl Mmu {
                 continue;
             }
             looks -= 1;
-            let mut runs = self.runs_of(&sequence, picture);
+            // What others share stays: they might have it moved back, and so for ever.
+            let mut runs = self.runs_of(&sequence, |block| {
+                picture.may_move(block) && self.pool.word(block).holders() == 1
+            });
             drop(sequence);
             if let Some(last) = runs.last_mut() {
                 // It grows where it lies: behind another it would soon begin anew.

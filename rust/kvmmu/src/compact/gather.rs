@@ -255,3 +255,134 @@ pub fn scattered(runs: &[Run]) -> u32 {
     let total: u32 = runs.iter().map(|run| run.len).sum();
     total - runs.iter().map(|run| run.len).max().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::tests::random;
+    use super::super::windows::tests::{Model, State};
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The places of a sequence after moves.
+    fn moved(blocks: &[u32], pairs: &[[u32; 2]]) -> Vec<u32> {
+        let to = |block: &u32| {
+            pairs
+                .iter()
+                .find(|pair| pair[0] == *block)
+                .map(|pair| pair[1])
+        };
+        blocks
+            .iter()
+            .map(|block| to(block).unwrap_or(*block))
+            .collect()
+    }
+
+    fn runs_of(model: &Model, at: u32, blocks: &[u32]) -> Vec<Run> {
+        runs(at, blocks, |block| {
+            model.states[block as usize] == State::Movable
+        })
+    }
+
+    fn places(runs: &[Run]) -> Vec<(u32, u32, u32)> {
+        runs.iter()
+            .map(|run| (run.at, run.block, run.len))
+            .collect()
+    }
+
+    fn states() -> impl Strategy<Value = Vec<State>> {
+        let block = prop_oneof![
+            4 => Just(State::Empty), 1 => Just(State::Cached), 6 => Just(State::Movable),
+            1 => Just(State::Stuck)
+        ];
+        let stretch = (
+            block,
+            prop_oneof![4 => 1..3usize, 2 => 1..12usize, 1 => 1..70usize],
+        );
+        prop::collection::vec(stretch, 1..60).prop_map(|list| {
+            list.into_iter()
+                .flat_map(|(state, len)| vec![state; len])
+                .collect()
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_sequence_never_lies_in_more_runs_and_lies_as_was_said(
+            states in states(), size in prop_oneof![Just(8u32), Just(16), Just(64)], align in 0..3u32,
+            budget in 0..60u32, least in prop_oneof![Just(0.0), Just(0.1), Just(0.5), Just(1.0)],
+            open in any::<bool>(), share in 2..6u64, at in 0..2000u32, seed in 1..u64::MAX,
+        ) {
+            let mut model = Model::new(states, size);
+            let mut seed = seed;
+            // Some of the live blocks, also stuck ones, in stretches of any order.
+            let live = (0..).zip(&model.states).filter(|(_, s)| matches!(s, State::Movable | State::Stuck));
+            let mine: Vec<u32> = live.map(|(b, _)| b).filter(|_| !random(&mut seed).is_multiple_of(share)).collect();
+            let mut pieces: Vec<&[u32]> = mine.chunks(1 + (seed % 5) as usize).collect();
+            for i in (1..pieces.len()).rev() {
+                pieces.swap(i, random(&mut seed) as usize % (i + 1));
+            }
+            let blocks = pieces.concat();
+            let before = runs_of(&model, at, &blocks);
+            let mut after = before.clone();
+            let pairs = gather(&mut model.picture(align), &mut after, budget, least, open);
+            prop_assert!(pairs.len() <= budget as usize);
+            for pair in &pairs {
+                prop_assert!(blocks.contains(&pair[0]), "nothing of others moves");
+                prop_assert_eq!(model.states[pair[1] as usize], State::Empty);
+                prop_assert!(open || !model.is_closed(pair[1] / size), "a free group is opened");
+            }
+            let now = moved(&blocks, &pairs);
+            model.apply(&pairs);
+            prop_assert_eq!(places(&after), places(&runs_of(&model, at, &now)));
+            let saved = before.len() - after.len();
+            prop_assert!(saved as f64 >= least * pairs.len() as f64, "{saved} by {} moves", pairs.len());
+            prop_assert!(pairs.is_empty() || saved > 0);
+            prop_assert!(pairs.len() as u32 <= scattered(&before) + before.iter().map(|r| r.len).max().unwrap_or(0));
+        }
+    }
+
+    /// A sequence in single blocks, every fifth of three windows, and one window that is free.
+    #[test]
+    fn a_scattered_sequence_ends_in_one_run_with_each_block_moved_once() {
+        const SIZE: u32 = 512;
+        for budget in [1, 2, 7, 32, 600] {
+            let mut blocks: Vec<u32> = (0..3 * SIZE).step_by(5).collect();
+            let mut states = vec![State::Stuck; 4 * SIZE as usize];
+            states[3 * SIZE as usize..].fill(State::Empty);
+            blocks
+                .iter()
+                .for_each(|b| states[*b as usize] = State::Movable);
+            let mut model = Model::new(states, SIZE);
+            let mut moves = 0;
+            loop {
+                let mut runs = runs_of(&model, 0, &blocks);
+                let before = runs.len();
+                let pairs = gather(&mut model.picture(2), &mut runs, budget, 0.0, true);
+                if pairs.is_empty() {
+                    break;
+                }
+                assert!(runs.len() < before && pairs.len() <= budget as usize);
+                blocks = moved(&blocks, &pairs);
+                model.apply(&pairs);
+                moves += pairs.len();
+            }
+            let runs = runs_of(&model, 0, &blocks).len();
+            // A budget of one move brings no two blocks together.
+            let expected = if budget == 1 { blocks.len() } else { 1 };
+            assert_eq!(runs, expected, "budget {budget}");
+            assert!(moves <= blocks.len(), "budget {budget}: {moves} moves");
+        }
+    }
+
+    #[test]
+    fn a_group_goes_behind_the_run_before_it_or_in_front_of_the_one_behind_it() {
+        let model = Model::of("xx..#x#..xx#", 16);
+        let mut runs = runs_of(&model, 0, &[0, 1, 5, 9, 10]);
+        let pairs = gather(&mut model.picture(0), &mut runs, 9, 0.0, false);
+        // Two runs saved by one move, wherever it goes; then nothing but the two long ones is left.
+        assert_eq!(pairs[0], [5, 2]);
+        let mut runs = runs_of(&model, 0, &[5, 9, 10]);
+        let pairs = gather(&mut model.picture(0), &mut runs, 1, 0.0, false);
+        assert_eq!((pairs, runs.len()), (vec![[5, 8]], 1));
+    }
+}

@@ -569,7 +569,7 @@ fn set_above(words: &[u64], range: Range<u32>) -> u32 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::collections::{BTreeSet, VecDeque};
 
     use super::*;
@@ -709,7 +709,7 @@ mod tests {
         }
     }
 
-    fn random(state: &mut u64) -> u64 {
+    pub(in super::super) fn random(state: &mut u64) -> u64 {
         *state ^= *state << 13;
         *state ^= *state >> 7;
         *state ^= *state << 17;

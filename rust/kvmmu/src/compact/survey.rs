@@ -285,7 +285,9 @@ impl Mmu {
         let slot = self.sequence(id)?.0;
         let sight = self.sight(&shared);
         let mut picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
-        let mut runs = self.runs_of(&lock(&self.slots[slot as usize]), &picture);
+        let sequence = lock(&self.slots[slot as usize]);
+        let mut runs = self.runs_of(&sequence, |block| picture.may_move(block));
+        drop(sequence);
         let mut pairs = gather::gather(&mut picture, &mut runs, max_moves, 0.0, true);
         let mut remaining = gather::scattered(&runs);
         // Room is made behind its runs with what is left; the next pass fills it.
@@ -312,12 +314,14 @@ impl Mmu {
     }
 
     /// The runs of a sequence, and which of them may move.
-    pub(super) fn runs_of(&self, sequence: &Sequence, picture: &Picture<'_>) -> Vec<gather::Run> {
+    pub(super) fn runs_of(
+        &self,
+        sequence: &Sequence,
+        movable: impl Fn(u32) -> bool,
+    ) -> Vec<gather::Run> {
         let (space, mapped) = (sequence.space, self.blocks_for(sequence.tokens));
         let blocks = self.table.blocks(space, sequence.first, mapped);
-        gather::runs(space.virtual_of(sequence.first), &blocks, |block| {
-            picture.may_move(block)
-        })
+        gather::runs(space.virtual_of(sequence.first), &blocks, movable)
     }
 
     /// Who maps the blocks that are to be moved next to what.

@@ -20,7 +20,7 @@
 //! - Steps in flight may still read sources by their old rows, so sources stay fenced until those
 //!   have ended.
 
-use super::{Moves, Plan};
+use super::{Goal, Moves, Plan};
 use crate::error::{Error, Result};
 use crate::pool::{State, Word};
 use crate::state::{Mmu, Move, Shared};
@@ -67,6 +67,9 @@ impl Mmu {
             });
         }
         count(&self.stats.moves_begun, moves.len());
+        if plan.goal != Goal::Background {
+            shared.asked += moves.len() as u64;
+        }
         let pairs = moves.iter().map(|m| [m.source, m.destination]).collect();
         shared.transactions.insert(epoch, moves);
         let uid = self.uid;

@@ -28,9 +28,11 @@ impl Mmu {
     }
 
     /// Sees to it that `n` blocks are empty in windows that are held, as far as evicting there does
-    /// it, the fullest first.
+    /// it, the fullest first. Nothing is evicted for a claim that will be refused.
     pub(super) fn make_held_room(&self, shared: &mut Shared, n: u32) {
-        if self.pool.num_evictable() == 0 {
+        let evictable = self.pool.num_evictable();
+        let available = self.pool.empty() + evictable + self.holds.total();
+        if evictable == 0 || available < n {
             return;
         }
         let windows = self.held_first();

@@ -103,6 +103,8 @@ pub(crate) struct Shared {
     pub(crate) cursor: u32,
     /// Missed huge pages that compaction has seen to.
     pub(crate) missed: u64,
+    /// Moves begun that somebody asked for: the guarantee does not speak of them.
+    pub(crate) asked: u64,
 }
 
 impl Shared {
@@ -222,6 +224,7 @@ impl Mmu {
                 filling: None,
                 cursor: 0,
                 missed: 0,
+                asked: 0,
             }),
             steps: Mutex::new(Steps::new()),
             stats: Stats::default(),
