@@ -1,4 +1,4 @@
-"""Compaction as a KVCache's user asks for it: goals, readiness, quotes, budgets in time and bytes."""
+"""Compaction as a user of KVCache asks for it: goals, readiness, quotes, budgets."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class MMU:
         gather_least: ``plan_compaction`` brings sequences into fewer runs as far as each moved block
             saves so many runs, 0 .. 1; 0: never.
         compaction_start, compaction_stop: fragmentation ratio over available blocks above which
-            ``plan_compaction`` starts too, and below which it stops again; 0 <= stop <= start <= 1.
-            None: the ratio does not matter (as it is above .35 whenever huge pages are in use).
+            ``plan_compaction`` starts, and below which it stops again; 0 <= stop <= start <= 1. It
+            takes the place of ``windows_below``. None: the ratio does not matter (as it is above .35 whenever huge pages are in use).
         anchor: share of the pool, 0 to below 1, that prompts opened with ``anchor=True`` go to
             first and all others last.
         page_orders: page sizes: order k is 2**k consecutive, aligned blocks; 0 .. 9 with 0 among

@@ -544,10 +544,11 @@ class KVCache(Bound):
             device also with steps in flight, since copies are queued behind them.
         copy: ``"between_steps"``, or on a CUDA device ``"overlap"``: blocks are copied beside the
             step that is prepared, and the tables change before the next one.
-        budget_us: most microseconds that the copies of one pass take, by a rate that learns from each
-            copy in host memory. None: no limit there; 200 on a CUDA device, where a block is taken to
-            cost its bytes at 1 TB/s (``cache.pace.watched`` tells it better).
-        budget_bytes: most bytes that one pass moves; None: no limit. A pass moves one block at least.
+        budget_us: most microseconds that the copies of one pass take, by a rate that learns from
+            each copy in host memory. None: no limit there; 200 on a CUDA device, where a block is
+            taken to cost its bytes at 1 TB/s (``cache.pace.watched`` tells it better).
+        budget_bytes: most bytes that one pass moves; None: no limit. A pass moves at least one
+            block.
         streams: of the CUDA device (``kvmmu.cuda.Streams``); None: torch's.
         return_memory: whether the memory of blocks that :meth:`shrink` takes offline goes back to
             the system (default: host memory does); or an object that takes it
@@ -1086,8 +1087,8 @@ class KVCache(Bound):
         gather: Sequence | None = None,
         below: float | None = None,
     ) -> int:
-        """One pass of compaction under the budget. Returns how many blocks moved. To be called between
-        steps.
+        """One pass of compaction under the budget. Returns how many blocks moved. To be called
+        between steps.
 
         Without a goal: what the default trigger finds to do, if it is on. With one (at most one is
         allowed): the next moves towards it, 0 when it is reached.
@@ -1161,8 +1162,8 @@ class KVCache(Bound):
         return 0 if plan is None else run_plan(self.mmu, self.mover, plan, pace)
 
     def ready(self, num_blocks: int) -> bool:
-        """Whether a run of so many blocks is to be had now, by evicting at most. After ``Fragmented``
-        the next passes of :meth:`compact` make what was refused first."""
+        """Whether a run of so many blocks is to be had now, by evicting at most. After
+        ``Fragmented`` the next passes of :meth:`compact` make what was refused first."""
         return self.mmu.ready(num_blocks)
 
     def shrink(self, blocks: int, *, granule: int | None = None) -> Shrunk:

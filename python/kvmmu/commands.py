@@ -118,7 +118,8 @@ def _replay(
         bool,
         typer.Option(
             "--guarantee",
-            help="Never hold more windows than live blocks need plus one, never move more than is freed.",
+            help="Never hold more windows than live blocks need plus one, "
+            "never move more than is freed.",
         ),
     ] = False,
     guarantee_slack: Annotated[

@@ -122,7 +122,8 @@ pub struct Config {
     pub guarantee: Option<u32>,
     /// Sequences are gathered in the background as far as a moved block saves so many runs; 0: never.
     pub gather_least: f64,
-    /// Fragmentation ratio over available blocks above which compaction starts too.
+    /// Fragmentation ratio over available blocks above which compaction starts, in the place of
+    /// `windows_below`: each would undo what the other does.
     pub compaction_start: Option<f64>,
     /// Ratio below which it stops again.
     pub compaction_stop: f64,

@@ -30,6 +30,8 @@ const MOST_LIVE_MISSED: u32 = WINDOW * 7 / 8;
 const FINEST: u32 = 8;
 /// The trigger is on because a huge page was missed.
 const MISSED: u32 = 2;
+/// Under the guarantee other purposes move nothing once moves are one in so many frees.
+const SPENT: u64 = 4;
 /// Sequences in fewer runs are left alone.
 const GATHER_FROM: u32 = 4;
 /// How many sequences a pass looks at to gather one.
@@ -41,7 +43,11 @@ impl Mmu {
     /// The default trigger: a plan of at most `budget_blocks` moves, and at most `most`, when memory
     /// asks for it.
     pub fn plan_compaction(&self, most: Option<u32>) -> Option<Plan> {
-        let budget = self.config.budget_blocks.min(most.unwrap_or(u32::MAX));
+        let mut budget = self.config.budget_blocks.min(most.unwrap_or(u32::MAX));
+        if self.config.guarantee.is_some() {
+            // Never more moves than frees, whatever they are for.
+            budget = budget.min(u32::try_from(self.unanswered_frees()).unwrap_or(u32::MAX));
+        }
         let plan = self.for_refused(budget).or_else(|| self.background(budget));
         plan.or_else(|| self.by_ratio(budget))
     }
@@ -139,31 +145,36 @@ impl Mmu {
             neighbours: &self.neighbours(shared),
         };
         match self.config.guarantee {
-            Some(slack) => {
-                let most = u32::try_from(self.unanswered_frees()).unwrap_or(u32::MAX);
-                picture.keep_guarantee(slack, budget.min(most), &mut lore)
-            }
+            Some(slack) => picture.keep_guarantee(slack, budget, &mut lore),
             None => self.more_windows(picture, budget, &mut lore),
         }
     }
 
-    /// Moves that the guarantee leaves for other purposes: frees that were never answered by a move,
-    /// less what is owed and what the next window may cost. So moves never outnumber frees, whatever
-    /// they are for.
+    /// Moves that the guarantee leaves for other purposes: as long as all moves are less than a quarter of
+    /// the frees, those that were never answered by a move, less what is owed and what the next window
+    /// may cost. So moves never outnumber frees, whatever they are for.
     fn left_by_guarantee(&self, picture: &Picture<'_>, planned: u32) -> u32 {
         let Some(slack) = self.config.guarantee else {
             return u32::MAX / 2;
         };
-        let reserved = u64::from(planned + picture.held(slack).owed + WINDOW);
-        let left = self.unanswered_frees().saturating_sub(reserved);
+        let (frees, moves) = self.frees_and_moves();
+        let moves = moves + u64::from(planned);
+        let reserved = u64::from(picture.held(slack).owed + WINDOW);
+        let left = frees.saturating_sub(moves + reserved);
+        let left = left.min((frees / SPENT).saturating_sub(moves));
         u32::try_from(left).unwrap_or(u32::MAX / 2)
     }
 
     /// Frees less moves.
     fn unanswered_frees(&self) -> u64 {
+        let (frees, moves) = self.frees_and_moves();
+        frees.saturating_sub(moves)
+    }
+
+    fn frees_and_moves(&self) -> (u64, u64) {
         let stats = self.stats();
         let moves = stats.moves_begun - stats.moves_aborted - stats.moves_dropped;
-        (stats.freed_blocks + stats.left_cached).saturating_sub(moves)
+        (stats.freed_blocks + stats.left_cached, moves)
     }
 
     /// A window may be filled: under the guarantee only as long as one more may be held.
@@ -215,7 +226,11 @@ impl Mmu {
         let possible = picture.available() / WINDOW;
         let free = picture.free();
         let wanted = |share: f64| (share * f64::from(possible)).ceil() as u32;
-        let start = self.config.windows_below;
+        // A ratio as trigger takes its place: the two would undo each other's work.
+        let start = match self.config.compaction_start {
+            None => self.config.windows_below,
+            Some(_) => 0.0,
+        };
         let stop = wanted((start + HYSTERESIS).min(1.0));
         // Relaxed: under the gate.
         if free < wanted(start) && self.compacting.load(Ordering::Relaxed) == 0 {

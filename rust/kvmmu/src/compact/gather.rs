@@ -216,12 +216,15 @@ fn place(
     }
 }
 
+/// Moves a block, in quarters, then the longest run.
+type Order = (u64, Reverse<u32>);
+
 /// Where room behind a run would let the next ones follow it: the blocks to clear, which are none of the
 /// sequence's own. The place that takes the fewest moves a block, the longest run on ties.
 pub fn room(picture: &Picture<'_>, runs: &[Run], most: u32) -> Option<Range<u32>> {
     let mut own: Vec<u32> = runs.iter().map(|run| run.block).collect();
     own.sort_unstable();
-    let mut best: Option<((u64, Reverse<u32>), Range<u32>)> = None;
+    let mut best: Option<(Order, Range<u32>)> = None;
     for pair in runs.windows(2) {
         let (run, next) = (pair[0], pair[1]);
         if !next.movable || next.len > most {
