@@ -435,7 +435,7 @@ class Step(Bound):
         if not defer_copies:
             self.batch.run_copies()
             if cache.auto_compact and cache._overlap:
-                cache._start_moves(cache._planner(None, None, None, None))
+                cache._start_moves()
         return self.batch
 
     def written(self) -> None:
@@ -993,13 +993,14 @@ class KVCache(Bound):
                 self._device.tables.update(buffers)
                 self._tables_hold = number
 
-    def _start_moves(self, make: Callable[[], Plan | None]) -> None:
+    def _start_moves(self, make: Callable[[], Plan | None] | None = None) -> None:
         """Queues copies beside the step that is prepared, if the memory needs them and none are
         under way."""
         if self._device is None:
             return
         self._check_process()
         with self._copying:
+            make = make or self._planner(None, None, None, None)
             plan = make() if self._moving is None else None
             if plan is None:
                 return

@@ -476,6 +476,9 @@ impl Mmu {
 
     /// Blocks that a step in flight is writing stay where they are.
     fn remove_unsettled(&self, movable: &mut [u64]) {
+        if self.steps().count() == 0 {
+            return;
+        }
         for (_, cell) in self.used_slots() {
             let sequence = lock(cell);
             let mapped = self.blocks_for(sequence.tokens);

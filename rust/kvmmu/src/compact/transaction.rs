@@ -41,14 +41,16 @@ impl Mmu {
         let epoch = shared.next_epoch;
         shared.next_epoch += 1;
         let mut moves = Vec::with_capacity(plan.pairs.len());
+        // Without a step in flight nobody is about to write a block.
+        let quiet = self.steps().count() == 0;
         for &[source, destination] in &plan.pairs {
             let evict = plan.evicts.contains(&destination);
-            if !self.may_move(&shared, source)
+            if !self.may_move(&shared, source, quiet)
                 || !self.take_destination(&mut shared, destination, evict)
             {
                 continue;
             }
-            if !self.may_move(&shared, source) {
+            if evict && !self.may_move(&shared, source, quiet) {
                 // It stood in the prefix index behind the block that was just evicted.
                 self.pool.give(&[destination]);
                 continue;
@@ -76,13 +78,13 @@ impl Mmu {
         Ok(Moves { uid, epoch, pairs })
     }
 
-    fn may_move(&self, shared: &Shared, block: u32) -> bool {
+    fn may_move(&self, shared: &Shared, block: u32, quiet: bool) -> bool {
         match self.pool.state(block) {
             State::Cached => !self.pool.is_stuck(block),
             State::InUse => {
                 !self.pool.is_stuck(block)
                     && !self.is_huge(block)
-                    && !self.is_unsettled(shared, block)
+                    && (quiet || !self.is_unsettled(shared, block))
             }
             _ => false,
         }
