@@ -246,7 +246,7 @@ impl Mmu {
             };
         }
         let most = match self.compacting.load(Ordering::Relaxed) == MISSED {
-            true => (MOST_LIVE_MISSED, 1 << self.middle()),
+            true => (MOST_LIVE_MISSED, 1),
             false => (MOST_LIVE, FINEST),
         };
         picture.empty_at_most(stop, most, budget, lore)
