@@ -340,7 +340,8 @@ def _fuzz(
                 "fault": found,
             }
             _write(json_file, figures)
-        ran = f"{report.examples:,} examples ({report.calls:,} calls, seed {report.seed})"
+        examples_ran = f"{report.examples:,} example{'s' * (report.examples != 1)}"
+        ran = f"{examples_ran} ({report.calls:,} calls, seed {report.seed})"
         if fault is None:
             if not quiet:
                 _print(f"no fault in {ran}")

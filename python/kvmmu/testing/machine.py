@@ -86,7 +86,7 @@ for _rule in RULES:
 
 class HypothesisSearch(Search):
     """Batch after batch, each of a seed of its own: what Hypothesis makes of a seed depends on its
-    version. Some ten examples a second."""
+    version. Most of the time of an example is its own."""
 
     def run(self) -> AllocatorFault | None:
         number = 0
