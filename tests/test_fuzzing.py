@@ -1,8 +1,9 @@
 """The fuzzing kit finds what is broken, calls it by its name, and accuses nothing that is correct.
 
 ``broken/`` has the allocators; ``test_fuzzing_blind.py`` has those of people who had not seen the
-kit, and ``test_fuzzing_hostile.py`` what is no allocator at all. A quick or default run looks at
-each for a second or so; ``KVMMU_TEST_PROFILE=deep`` makes 100,000 examples of each correct one.
+kit, ``test_fuzzing_hostile.py`` what is no allocator at all, and ``test_fuzzing_search.py`` how the
+calls are drawn and a sequence becomes short. A quick or default run looks at each correct one for
+some seconds; ``KVMMU_TEST_PROFILE=deep`` makes 100,000 examples of each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 from kvmmu import InvalidConfig, cli
-from kvmmu.testing import AllocatorFault, check_allocator, faults, find_factory, fuzz
+from kvmmu.testing import AllocatorFault, Driver, check_allocator, faults, find_factory, fuzz
 from kvmmu.testing.adapters import (
     FreeList,
     MMUSequences,
@@ -34,9 +35,13 @@ from .broken.correct import BlockPool, CachingPool, Sequences
 from .broken.patches import BROKEN, OwnsItsMemory
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = {"quick": 20, "default": 60, "deep": 100_000}[
-    os.environ.get("KVMMU_TEST_PROFILE", "default")
-]
+PROFILES: dict[str, dict[Driver, int]] = {
+    "quick": {"random": 100, "hypothesis": 20},
+    "default": {"random": 500, "hypothesis": 60},
+    "deep": {"random": 100_000, "hypothesis": 1000},
+}
+EXAMPLES = PROFILES[os.environ.get("KVMMU_TEST_PROFILE", "default")]
+DRIVERS = list(EXAMPLES)
 NAMES = [broken.__name__ for broken in BROKEN]
 
 
@@ -68,26 +73,37 @@ def run(sequence: str) -> None:
 # -- what is correct -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("factory", CORRECT, ids=lambda factory: factory.__name__)
-def test_no_correct_allocator_is_accused(factory: Callable[[], Any]) -> None:
-    assert fuzz(factory, max_examples=EXAMPLES, seed=11).fault is None
+def test_no_correct_allocator_is_accused(factory: Callable[[], Any], driver: Driver) -> None:
+    report = fuzz(factory, max_examples=EXAMPLES[driver], seed=11, driver=driver)
+    print(report)
+    assert report.fault is None
+    assert report.examples >= EXAMPLES[driver]
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("factory", [vllm_block_pool, vllm_block_pool_sparse])
 @pytest.mark.usefixtures("vllm")
-def test_vllm_is_not_accused_where_callers_are_trusted(factory: Callable[[], Any]) -> None:
-    assert fuzz(factory, max_examples=EXAMPLES, seed=11).fault is None
+def test_vllm_is_not_accused_where_callers_are_trusted(
+    factory: Callable[[], Any], driver: Driver
+) -> None:
+    report = fuzz(factory, max_examples=EXAMPLES[driver], seed=11, driver=driver)
+    print(report)
+    assert report.fault is None
+    assert report.examples >= EXAMPLES[driver]
 
 
 # -- what is broken --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize(("broken", "kind"), BROKEN.items(), ids=NAMES)
 def test_each_broken_allocator_is_found_and_called_by_its_name(
-    broken: type, kind: type[AllocatorFault]
+    broken: type, kind: type[AllocatorFault], driver: Driver
 ) -> None:
     with pytest.raises(AllocatorFault) as raised:
-        check_allocator(broken, max_examples=2000, seed=1, shrink=False)
+        check_allocator(broken, max_examples=2000, seed=1, shrink=False, driver=driver)
     assert type(raised.value) is kind, raised.value
     # Where a call should not have raised, it is that call that ends the sequence.
     own = {faults.LostBlock: MemoryError, faults.Crashed: IndexError, faults.Invalid: RuntimeError}
@@ -103,6 +119,7 @@ def test_every_kind_of_fault_is_shown_by_some_broken_allocator() -> None:
     assert local - set(BROKEN) == {OwnsItsMemory}
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize(
     ("broken", "lines"),
     [
@@ -113,9 +130,11 @@ def test_every_kind_of_fault_is_shown_by_some_broken_allocator() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_the_sequence_shown_is_short_and_fails_when_it_is_copied(broken: type, lines: int) -> None:
+def test_the_sequence_shown_is_short_and_fails_when_it_is_copied(
+    broken: type, lines: int, driver: Driver
+) -> None:
     with pytest.raises(BROKEN[broken]) as raised:
-        check_allocator(broken, max_examples=500, seed=1)
+        check_allocator(broken, max_examples=500, seed=1, driver=driver)
     sequence = raised.value.sequence
     assert len(sequence.splitlines()) <= lines + 2, sequence
     assert sequence.startswith(("from tests.broken.patches import", "from contextlib import"))
@@ -139,12 +158,18 @@ def test_a_fault_can_be_pickled() -> None:
 # -- seeds and arguments ---------------------------------------------------------------------
 
 
-def test_the_same_seed_runs_the_same_examples_and_finds_the_same() -> None:
-    first, second = (fuzz(patches.SaysItEvictedAll, max_examples=500, seed=5) for _ in range(2))
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_same_seed_runs_the_same_examples_and_finds_the_same(driver: Driver) -> None:
+    first, second = (
+        fuzz(patches.SaysItEvictedAll, max_examples=500, seed=5, driver=driver) for _ in range(2)
+    )
     assert first.fault is not None
     assert (first.examples, first.calls) == (second.examples, second.calls)
     assert str(first.fault) == str(second.fault)
-    one, same, other = (fuzz(FreeList, max_examples=1, seed=s, steps=10).calls for s in (1, 1, 2))
+    one, same, other = (
+        fuzz(FreeList, max_examples=20, seed=seed, steps=10, driver=driver).calls
+        for seed in (1, 1, 2)
+    )
     assert one == same != other
 
 
@@ -162,8 +187,9 @@ class Sometimes(FreeList):
         return super().claim(n) if not self.bad else [99] * n
 
 
-def test_an_allocator_that_is_not_the_same_on_every_run_is_reported_with_that_word() -> None:
-    fault = fuzz(Sometimes, max_examples=300, seed=1).fault
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_allocator_that_is_not_the_same_on_every_run_is_reported(driver: Driver) -> None:
+    fault = fuzz(Sometimes, max_examples=300, seed=1, driver=driver).fault
     assert isinstance(fault, faults.UnknownBlock)
 
 
@@ -194,6 +220,7 @@ def test_misuse_is_left_alone_where_callers_are_trusted() -> None:
         ({"factory": FreeList, "seed": -1}, "seed: -1 given"),
         ({"factory": FreeList, "max_examples": 0}, "max_examples: 0 given"),
         ({"factory": FreeList, "steps": 0}, "steps: 0 given"),
+        ({"factory": FreeList, "driver": "dice"}, "driver: 'dice' given, allowed: random, hypo"),
     ],
 )
 def test_bad_arguments_are_told_before_anything_runs(arguments: dict[str, Any], said: str) -> None:
@@ -272,7 +299,7 @@ def test_the_command_exits_0_without_a_fault_and_says_how_far_it_looked(tmp_path
     done = command(*arguments, "--json", "found.json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["examples"] >= 100
+    assert found["examples"] == 100
     assert found["fault"] is None
     said = f"no fault in {found['examples']:,} examples ({found['calls']:,} calls, seed 3)"
     assert " ".join(done.stdout.split()) == said

@@ -55,6 +55,13 @@ class Switch(Enum):
     off = "off"
 
 
+class Driver(Enum):
+    """Who draws the calls of a search."""
+
+    random = "random"
+    hypothesis = "hypothesis"
+
+
 class Sample(Enum):
     """Traces that need no file."""
 
@@ -297,6 +304,9 @@ def _fuzz(
     seed: Annotated[
         int | None, typer.Option(help="Of the calls (default: another one each time).")
     ] = None,
+    driver: Annotated[
+        Driver, typer.Option(help="Who draws the calls; hypothesis is far slower.")
+    ] = Driver.random,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write what was found.", show_default=False),
@@ -324,6 +334,7 @@ def _fuzz(
                 max_examples=examples,
                 seed=seed,
                 steps=steps,
+                driver=driver.value,
                 watch=watch,
             )
         fault = report.fault
@@ -339,13 +350,15 @@ def _fuzz(
                 "target": target,
                 "seed": report.seed,
                 "steps": steps,
+                "driver": driver.value,
                 "examples": report.examples,
                 "calls": report.calls,
                 "seconds": report.seconds,
                 "fault": found,
             }
             _write(json_file, figures)
-        ran = f"{report.examples:,} examples ({report.calls:,} calls, seed {report.seed})"
+        examples_ran = f"{report.examples:,} example{'s' * (report.examples != 1)}"
+        ran = f"{examples_ran} ({report.calls:,} calls, seed {report.seed})"
         if fault is None:
             if not quiet:
                 _print(f"no fault in {ran}")

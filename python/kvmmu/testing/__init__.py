@@ -10,7 +10,7 @@ Needs ``kvmmu[testing]``; without it the import raises ``MissingExtra``.
 from __future__ import annotations
 
 from . import faults
-from .check import Report, check_allocator, find_factory, fuzz
+from .check import Driver, Report, check_allocator, find_factory, fuzz
 from .faults import AllocatorFault
 from .machine import AllocatorMachine
 from .protocol import Allocator
@@ -20,6 +20,7 @@ __all__ = [
     "Allocator",
     "AllocatorFault",
     "AllocatorMachine",
+    "Driver",
     "Report",
     "Trial",
     "check_allocator",

@@ -1,8 +1,8 @@
 """The two ways in: :func:`check_allocator` for pytest, :func:`fuzz` for as long as you like.
 
-What lives here: how many examples, from which seed, and what becomes of the fault that they find.
-What never lives here: rules and checks (see :mod:`.machine`, :mod:`.trial` and :mod:`.model`),
-and printing.
+What lives here: how many examples, from which seed, by which driver. What never lives here: rules,
+drivers and checks (see :mod:`.rules`, :mod:`.search`, :mod:`.machine`, :mod:`.trial` and
+:mod:`.model`), and printing.
 """
 
 from __future__ import annotations
@@ -14,23 +14,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import InvalidConfig
 from .faults import AllocatorFault
-from .machine import AllocatorMachine  # first: it says which extra is missing
-from .subject import Refuses, name_of
-from .trial import Trial
+from .machine import HypothesisSearch
+from .search import RandomSearch, Search
+from .subject import Refuses
 
-# isort: split
-import hypothesis
-from hypothesis.errors import Flaky
-from hypothesis.stateful import run_state_machine_as_test
+__all__ = ["Driver", "Report", "check_allocator", "find_factory", "fuzz"]
 
-__all__ = ["Report", "check_allocator", "find_factory", "fuzz"]
+Driver = Literal["random", "hypothesis"]
+"""Who draws the calls: :class:`~.search.RandomSearch` or :class:`~.machine.HypothesisSearch`."""
 
-BATCH = 100
-"""Examples of one seed in :func:`fuzz`."""
+DRIVERS: dict[str, type[Search]] = {"random": RandomSearch, "hypothesis": HypothesisSearch}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,12 @@ class Report:
 def check_allocator(
     factory: Callable[[], Any],
     *,
-    max_examples: int = 200,
+    max_examples: int = 1000,
     seed: int | None = None,
     steps: int = 40,
     refuses: Refuses | None = None,
     shrink: bool = True,
+    driver: Driver = "random",
 ) -> None:
     """Makes random calls on new allocators and compares each with a model.
 
@@ -71,18 +69,27 @@ def check_allocator(
         steps: calls a sequence.
         refuses: exception types that say "not enough blocks"; None takes the allocator's own
             ``refuses``, by default MemoryError (of which ``kvmmu.OutOfBlocks`` is one).
-        shrink: look for the shortest sequence, which takes seconds, or show the first one found.
+        shrink: look for the shortest sequence, or show the first one found.
+        driver: "random" draws the calls from the seed; "hypothesis" asks Hypothesis for them, which
+            is far slower and varies what it has tried. The calls are the same.
 
     Raises:
         AllocatorFault: the class names the kind, the message ends in the shortest sequence found,
             as Python to copy. It is an AssertionError.
         InvalidConfig: an argument is not allowed, or the factory makes no allocator.
     """
-    seed = _seed(seed)
-    fault = _Batch(factory, refuses, max_examples, steps, seed, shrink=shrink).run()
-    if fault is not None:
-        fault.add_note(f"found with seed={seed}")
-        raise fault from fault.__cause__
+    report = fuzz(
+        factory,
+        max_examples=max_examples,
+        seed=seed,
+        steps=steps,
+        refuses=refuses,
+        shrink=shrink,
+        driver=driver,
+    )
+    if report.fault is not None:
+        report.fault.add_note(f"found with seed={report.seed}")
+        raise report.fault from report.fault.__cause__
 
 
 def fuzz(
@@ -94,17 +101,19 @@ def fuzz(
     steps: int = 40,
     refuses: Refuses | None = None,
     shrink: bool = True,
+    driver: Driver = "random",
     watch: Callable[[int, bool], None] = lambda examples, failed: None,
 ) -> Report:
-    """Runs examples until the time is up, so many have run, or a fault is found.
+    """Runs examples until the time is up, so many have run, or a fault is found; at least one.
 
-    Batch after batch of 100 examples, each from the seed and its number: the same seed runs the
-    same examples in the same order, with the same code and version of Hypothesis.
+    The same seed runs the same examples in the same order, with the same code (and, where it is
+    asked for them, the same version of Hypothesis).
 
     Args:
-        factory, seed, steps, refuses, shrink: as for :func:`check_allocator`.
-        seconds: after this no further batch begins; None: no limit.
-        max_examples: the same in examples, rounded up to whole batches; None: no limit.
+        factory, seed, steps, refuses, shrink, driver: as for :func:`check_allocator`.
+        seconds: after this no further example begins (with Hypothesis no further batch of 100);
+            None: no limit.
+        max_examples: the same in examples; None: no limit.
         watch: called after each example with how many ran, and whether a fault has been found
             and is being shortened, which may take minutes.
 
@@ -115,22 +124,15 @@ def fuzz(
     """
     if seconds is None and max_examples is None:
         raise InvalidConfig("fuzz: no limit given; give seconds, max_examples or both")
-    seed, started, done, calls, number = _seed(seed), monotonic(), 0, 0, 0
-    fault = None
-    while fault is None:
-        before = done
-
-        def count(examples: int, failed: bool, before: int = before) -> None:
-            watch(before + examples, failed)
-
-        batch = _Batch(factory, refuses, BATCH, steps, seed * 2**32 + number, count, shrink=shrink)
-        fault = batch.run()
-        done, calls, number = done + batch.examples, calls + batch.calls, number + 1
-        if seconds is not None and monotonic() - started >= seconds:
-            break
-        if max_examples is not None and number * BATCH >= max_examples:
-            break
-    return Report(done, calls, monotonic() - started, seed, fault)
+    for name, value in (("max_examples", max_examples), ("steps", steps)):
+        if value is not None and value < 1:
+            raise InvalidConfig(f"{name}: {value} given, allowed: 1 or more")
+    if driver not in DRIVERS:
+        raise InvalidConfig(f"driver: {driver!r} given, allowed: {', '.join(DRIVERS)}")
+    seed, started = _seed(seed), monotonic()
+    search = DRIVERS[driver](factory, refuses, steps, seed, max_examples, seconds, shrink, watch)
+    fault = search.run()
+    return Report(search.examples, search.calls, monotonic() - started, seed, fault)
 
 
 def find_factory(target: str) -> Callable[[], Any]:
@@ -168,91 +170,3 @@ def _seed(seed: int | None) -> int:
     if seed < 0:
         raise InvalidConfig(f"seed: {seed} given, allowed: 0 or more")
     return seed
-
-
-class _Batch:
-    """One run of Hypothesis."""
-
-    def __init__(
-        self,
-        factory: Callable[[], Any],
-        refuses: Refuses | None,
-        max_examples: int,
-        steps: int,
-        seed: int,
-        watch: Callable[[int, bool], None] = lambda examples, failed: None,
-        *,
-        shrink: bool = True,
-    ) -> None:
-        for name, value in (("max_examples", max_examples), ("steps", steps)):
-            if value < 1:
-                raise InvalidConfig(f"{name}: {value} given, allowed: 1 or more")
-        # What is no allocator is told before Hypothesis wraps it.
-        one, other = (Trial(factory, refuses).allocator for _ in range(2))
-        if one is other:
-            raise InvalidConfig(
-                f"{name_of(factory)} made the same {type(one).__name__} twice; each example needs "
-                "a new one"
-            )
-        self.factory, self.refuses = factory, refuses
-        self.seed, self.watch = seed, watch
-        self.settings = hypothesis.settings(
-            max_examples=max_examples,
-            stateful_step_count=steps,
-            database=None,  # the seed decides, and nothing else
-            deadline=None,
-            phases=[hypothesis.Phase.generate] + [hypothesis.Phase.shrink] * shrink,
-            report_multiple_bugs=False,
-            print_blob=False,
-            suppress_health_check=list(hypothesis.HealthCheck),
-            verbosity=hypothesis.Verbosity.quiet,
-        )
-        self.examples = self.calls = 0
-        self.fault: AllocatorFault | None = None
-        """The last one that was raised."""
-        self.refused: InvalidConfig | None = None
-        """What the factory made was no allocator, later on."""
-
-    def run(self) -> AllocatorFault | None:
-        """The fault found, with the shortest sequence; None without one."""
-
-        def machine() -> AllocatorMachine:
-            try:
-                return _Counted(self)
-            except InvalidConfig as error:
-                self.refused = error
-                raise
-
-        try:
-            run_state_machine_as_test(
-                hypothesis.seed(self.seed)(machine),  # type: ignore[arg-type]
-                settings=self.settings,
-            )
-        except AllocatorFault as fault:
-            fault.__notes__ = []  # Hypothesis's own words for the same sequence
-            return fault.with_traceback(None)
-        except Flaky as flaky:
-            if self.fault is None:
-                raise self.refused or flaky from None
-            self.fault.add_note("not on every run: the allocator does not always do the same")
-            return self.fault.with_traceback(None)
-        return None
-
-
-class _Counted(AllocatorMachine):
-    """A machine that tells its batch how far it is."""
-
-    def __init__(self, batch: _Batch) -> None:
-        self.batch = batch
-        super().__init__(batch.factory, batch.refuses)
-
-    def teardown(self) -> None:
-        batch, trial = self.batch, self.trial
-        try:
-            super().teardown()
-        finally:
-            if batch.fault is None:  # afterwards the same fault is only being shortened
-                batch.examples += 1
-                batch.calls += len(trial.script.lines)
-            batch.fault = trial.fault or batch.fault
-        batch.watch(batch.examples, batch.fault is not None)

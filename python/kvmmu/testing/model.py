@@ -55,6 +55,8 @@ class Model:
         self.owns_memory = {"read", "write"} <= self.has
         self.script = Script(factory, subject.allocator)
 
+        self._few = [*subject.all_blocks()] if self.num_blocks <= FEW else []
+        """The blocks of a small pool, which are all looked at after each call."""
         self.claims: list[Claim] = []
         self.gone: list[tuple[str, list[int]]] = []
         """Expressions of what was released, and its ids then."""
@@ -70,12 +72,12 @@ class Model:
     @property
     def held(self) -> Counter[int]:
         """References of each block that somebody holds."""
-        return Counter(block for claim in self.claims for block in claim.blocks)
+        return Counter(itertools.chain.from_iterable([claim.blocks for claim in self.claims]))
 
     @property
     def free(self) -> int:
         """Blocks that nobody holds."""
-        return self.num_blocks - len(self.held)
+        return self.num_blocks - len(set().union(*[claim.blocks for claim in self.claims]))
 
     # -- checks after every call ---------------------------------------------------------------
 
@@ -86,8 +88,7 @@ class Model:
         self._check_stats(raised)
         held = self.held
         if "references" in self.has:
-            few = self.num_blocks <= FEW
-            for block in self.subject.all_blocks() if few else held:
+            for block in self._few or held:
                 count = self._whole(
                     self._ask("references", block),
                     f"a.references({block})",
@@ -130,8 +131,10 @@ class Model:
 
     def _check_stats(self, raised: str) -> None:
         stats = self._stats()
-        free, used = self.free, len(self.held)
-        for key, right in (("free", free), ("used", used)):
+        if not stats:
+            return
+        free = self.free
+        for key, right in (("free", free), ("used", self.num_blocks - free)):
             if stats.get(key, right) == right:
                 continue
             if not raised:

@@ -32,6 +32,10 @@ class Trial(Model):
         InvalidConfig: the factory raised, or made no :class:`~.protocol.Allocator`.
     """
 
+    def begin(self) -> None:
+        """Looks at the new allocator, before the first call."""
+        self._check()
+
     # -- calls that claim ----------------------------------------------------------------------
 
     def claim(self, n: int) -> None:
