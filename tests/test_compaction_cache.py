@@ -46,6 +46,7 @@ def check(kv: KVCache, kept: list[Any]) -> None:
     kv.mmu.validate()
     for one in kept:
         k, v = kv.gather(one, 0)
+        assert v is not None
         assert float(k[0, 0, 0]) == float(v[0, 0, 0]) == float(one.id)
 
 
