@@ -632,7 +632,7 @@ fn granule(value: Option<Any<'_, '_>>) -> PyResult<u32> {
     value.map_or(Ok(1), |value| count(value, "granule", 1))
 }
 
-/// Numbers as int64 [n].
+/// Numbers as `int64 [n]`.
 fn numbers(py: Python<'_>, found: Vec<u32>) -> Bound<'_, PyArray1<i64>> {
     let numbers: Vec<i64> = found.into_iter().map(i64::from).collect();
     numbers.into_pyarray(py)

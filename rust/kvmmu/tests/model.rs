@@ -856,7 +856,7 @@ fn random_operations_reach_every_kind_of_event() {
     use proptest::test_runner::TestRunner;
     let mut runner = TestRunner::deterministic();
     let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
-    for round in 0..1100 {
+    for round in 0..1500 {
         let ops = proptest::collection::vec(op(), 40..80);
         let (plain, small, huge, ops) = ((4u32..20, 1u32..5), small(), huge(), ops)
             .new_tree(&mut runner)
