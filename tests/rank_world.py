@@ -158,7 +158,12 @@ class World:
 
     def __init__(self, num_blocks: int, shards: Sequence[ShardLike]) -> None:
         self.mmu = MMU(
-            num_blocks, BLOCK_SIZE, placement="scatter", seed=5, budget_blocks=num_blocks
+            num_blocks,
+            BLOCK_SIZE,
+            placement="scatter",
+            seed=5,
+            budget_blocks=num_blocks,
+            compaction_start=0.35,
         )
         self.shards = list(shards)
         self.tokens: dict[int, list[int]] = {}

@@ -208,13 +208,15 @@ class Serving:
         totals.compactions += moved > 0
         if options.guarantee is not None:
             stats = self._mmu.stats()
-            # A pass ends at a page, so it may leave a part of one.
+            freed = stats["freed_blocks"] + stats["left_cached"]
+            # A pass ends at a page, so it may leave a part of one, and never outruns the frees.
             page = 1 << max(order for order in options.page_orders if order < 9)
+            spare = min(options.budget_blocks - moved, freed - stats["moves_committed"])
             totals.add_guarantee(
                 self._mmu.guarantee(),
-                max(options.budget_blocks - moved - page + 1, 0),
+                max(spare - page + 1, 0),
                 stats["moves_committed"],
-                stats["freed_blocks"] + stats["left_cached"],
+                freed,
             )
 
     def _prepare(self) -> tuple[int, npt.NDArray[np.int32] | None] | None:

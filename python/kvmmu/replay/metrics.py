@@ -199,7 +199,8 @@ class Totals:
     owed: array[int] = field(default_factory=lambda: array("q"))
     """Moves owed to the guarantee, one entry a step."""
     guarantee_broken: int = 0
-    """Steps in which more had been moved than freed, or moves were owed that the budget allowed."""
+    """Steps in which more had been moved than freed, or moves were owed that budget and frees
+    allowed."""
     wasted_blocks: int = 0
     wasted_samples: int = 0
 

@@ -80,7 +80,12 @@ impl Mmu {
     fn background(&self, budget: u32) -> Option<Plan> {
         let _rest = self.rest();
         let mut shared = self.shared();
-        let sight = self.sight(&shared);
+        let mut sight = self.sight(&shared);
+        if shared.filling.is_some() && self.is_over_the_bound(&sight) {
+            // The window that is being filled is one too many by now.
+            self.stop_filling(&mut shared);
+            sight = self.sight(&shared);
+        }
         let mut picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
         if let Some(filling) = shared.filling {
             picture.keep(filling.window / WINDOW);
@@ -175,6 +180,15 @@ impl Mmu {
         let stats = self.stats();
         let moves = stats.moves_begun - stats.moves_aborted - stats.moves_dropped;
         (stats.freed_blocks + stats.left_cached, moves)
+    }
+
+    /// More windows are held than the guarantee allows.
+    fn is_over_the_bound(&self, sight: &Sight) -> bool {
+        self.config.guarantee.is_some_and(|slack| {
+            let picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
+            let held = picture.held(slack);
+            held.windows > held.allowed
+        })
     }
 
     /// A window may be filled: under the guarantee only as long as one more may be held.
