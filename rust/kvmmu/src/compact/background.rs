@@ -7,9 +7,10 @@
 //! pass has a budget of moves, and spends it in this order:
 //! 1. windows: once a huge page was missed or free windows are below
 //!    [`Config::windows_below`](crate::Config::windows_below) of what the available blocks could make, until
-//!    they are a little above. Only windows at most half
-//!    full are emptied. In the guarantee mode instead: what is owed;
-//! 2. huge pages: a region of a long sequence that lies in pieces is moved into a free window;
+//!    they are a little above. Only windows at most half full are emptied (after a miss, up to seven
+//!    eighths). In the guarantee mode instead: what is owed;
+//! 2. huge pages: a region of a long sequence that lies in pieces is moved into a free window (before
+//!    the windows, if one is half filled already);
 //! 3. runs: sequences in many runs are gathered, as far as a move saves
 //!    [`Config::gather_least`](crate::Config::gather_least) runs.
 //!
@@ -23,7 +24,8 @@ use super::{Goal, Plan, gather};
 use crate::state::{Mmu, Shared};
 use crate::sync::{Ordering, lock};
 
-/// Windows with more live blocks are not emptied in the background, and when a huge page was missed.
+/// Windows with more live blocks are not emptied in the background; nor those with more of the second
+/// when a huge page was missed.
 const MOST_LIVE: u32 = WINDOW / 2;
 const MOST_LIVE_MISSED: u32 = WINDOW * 7 / 8;
 /// Where no huge page was missed, what belongs together is not cut into smaller pieces.
@@ -54,6 +56,9 @@ impl Mmu {
 
     /// What somebody was refused is made, whatever the trigger says, until it is there or cannot be.
     fn for_refused(&self, budget: u32) -> Option<Plan> {
+        if budget == 0 {
+            return None;
+        }
         // Relaxed, all: who is refused right now is seen by the next pass.
         let run = self.wanted_run.load(Ordering::Relaxed);
         let windows = self.wanted_windows.load(Ordering::Relaxed);

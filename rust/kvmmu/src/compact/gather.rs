@@ -11,9 +11,10 @@
 //! - one empty run elsewhere, in a window with live blocks (or in a free one that may be opened): it
 //!   saves one less.
 //!
-//! Nothing of others moves: emptying windows makes the room. Pieces are never moved twice in a pass, so
-//! each pass takes the moves that it needs and no more; a pass begins where the last one left off,
-//! since what it gathered is a run now, with empty blocks behind it.
+//! Where that is not enough and the caller wants it, room is made behind one of the runs by moving what
+//! others have there ([`room`]); the next pass fills it. In the background emptying windows makes the
+//! room. No block moves twice in a pass, and a pass begins where the last one left off, since what it
+//! gathered is a run now.
 
 use std::cmp::Reverse;
 use std::ops::Range;
