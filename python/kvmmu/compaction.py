@@ -31,7 +31,7 @@ def compact(mmu: MMU, mover: SupportsMove, pace: Pace | None = None) -> int:
     Raises:
         whatever the mover raises; every sequence then has the blocks it had before.
     """
-    plan = mmu.plan_compaction(max_blocks=None if pace is None else pace.blocks())
+    plan = mmu.plan_compaction() if pace is None else mmu.plan_compaction(max_blocks=pace.blocks())
     return 0 if plan is None else run_plan(mmu, mover, plan, pace)
 
 
