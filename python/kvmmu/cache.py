@@ -1146,7 +1146,7 @@ class KVCache(Bound):
         mmu, most = self.mmu, self.pace.blocks()
         if not given:
             return lambda: mmu.plan_compaction(max_blocks=most)
-        most = min(most or mmu.budget_blocks, mmu.budget_blocks)
+        most = self._most_blocks()
         if gather is not None:
             self._check_handle(gather)
             return lambda: mmu.plan_gather(gather.id, max_blocks=most)
@@ -1156,6 +1156,10 @@ class KVCache(Bound):
             return lambda: mmu.plan_huge_pages(huge_pages, max_blocks=most)
         assert below is not None
         return lambda: mmu.plan_below(below, max_blocks=most)
+
+    def _most_blocks(self) -> int:
+        """Most blocks of one pass, by all budgets."""
+        return min(self.pace.blocks() or self.mmu.budget_blocks, self.mmu.budget_blocks)
 
     def _run(self, plan: Plan | None) -> int:
         # A device's mover returns when copies are queued: its time says nothing.
@@ -1200,7 +1204,7 @@ class KVCache(Bound):
             self._follow()
             return self._run(plan)
 
-        most = min(self.pace.blocks() or self.mmu.budget_blocks, self.mmu.budget_blocks)
+        most = self._most_blocks()
         with self._giving:
             how = (run, self._settle_moves, most)
             return shrink(self.mmu, self._given, wanted, size, *how)

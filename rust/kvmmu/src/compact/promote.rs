@@ -131,7 +131,7 @@ impl Mmu {
         if !sequence.open || sequence.regions(mapped) <= sequence.pages[9] {
             return None;
         }
-        let orders = sequence.orders.unwrap_or(self.orders_for(sequence.tokens));
+        let orders = self.orders_of(sequence, sequence.tokens);
         if orders >> 9 & 1 == 0 {
             return None;
         }

@@ -228,7 +228,7 @@ impl Mmu {
         for entries in touched.chunk_by(|a, b| a.0 == b.0) {
             let slot = entries[0].0;
             let mut sequence = lock(&self.slots[slot as usize]);
-            let orders = sequence.orders.unwrap_or(self.orders_for(sequence.tokens));
+            let orders = self.orders_of(&sequence, sequence.tokens);
             let mapped = self.blocks_for(sequence.tokens);
             for &(_, index) in entries {
                 self.promote_around(shared, &mut sequence, (index, mapped), orders);

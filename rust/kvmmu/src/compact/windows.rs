@@ -381,13 +381,7 @@ impl<'a> Picture<'a> {
         max_moves: u32,
         lore: &mut Lore<'_>,
     ) -> Vec<[u32; 2]> {
-        for block in range.clone().filter(|&block| is_set(self.s.empty, block)) {
-            if is_set(&self.empty, block) {
-                // Nothing goes there.
-                clear(&mut self.empty, block);
-                self.groups[(block / self.size) as usize].empty -= 1;
-            }
-        }
+        self.spare(range.clone());
         self.sort_targets();
         let mut pairs = Vec::new();
         let mut at = range.start;
@@ -610,8 +604,7 @@ impl<'a> Picture<'a> {
             from.movable -= 1;
             from.available += 1;
             if is_set(&self.empty, destination) {
-                clear(&mut self.empty, destination);
-                self.fill((destination / self.size) as usize, 1);
+                self.take(destination, 1);
             }
         }
     }

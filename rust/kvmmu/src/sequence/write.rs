@@ -218,7 +218,7 @@ impl Mmu {
     }
 
     /// Page orders that a sequence may use at a length.
-    pub(super) fn orders_of(&self, sequence: &Sequence, tokens: u32) -> u32 {
+    pub(crate) fn orders_of(&self, sequence: &Sequence, tokens: u32) -> u32 {
         sequence.orders.unwrap_or_else(|| self.orders_for(tokens))
     }
 
