@@ -1,0 +1,120 @@
+"""What every command has around its work.
+
+What lives here: exit codes, messages, files that must be writable before a run, Ctrl-C. What never
+lives here: a command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import rich.console
+import typer
+
+from ..errors import InternalError, InvalidConfig, KVCacheError, MissingExtra
+from ..replay import traces
+
+__all__ = [
+    "BAD_INPUT",
+    "CHECK_FAILED",
+    "INTERRUPTED",
+    "Switch",
+    "check_writable",
+    "complain",
+    "exit_codes",
+    "show",
+    "stop_on_ctrl_c",
+    "write_json",
+]
+
+CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class Switch(Enum):
+    """on or off"""
+
+    on = "on"
+    off = "off"
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Errors that are somebody's input become a sentence and exit code 2."""
+    try:
+        yield
+    except (traces.TraceError, InvalidConfig, MissingExtra) as error:
+        complain(str(error))
+        raise typer.Exit(BAD_INPUT) from None
+    except InternalError as error:
+        complain(f"internal error, a fault of kvmmu: {error}")
+        raise typer.Exit(CHECK_FAILED) from None
+    except KVCacheError as error:
+        complain(f"{type(error).__name__}: {error}")
+        raise typer.Exit(CHECK_FAILED) from None
+    except MemoryError as error:
+        complain(f"out of memory ({error}); fewer --blocks or a smaller trace need less")
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def complain(sentence: str) -> None:
+    """A sentence for people, on the error output."""
+    print(f"kvmmu: {sentence}", file=sys.stderr, flush=True)
+
+
+def show(what: rich.console.RenderableType, *, as_is: bool = False) -> None:
+    """``as_is``: text to copy, neither wrapped nor read as markup."""
+    try:
+        console = rich.console.Console(highlight=False)
+        console.print(what, soft_wrap=as_is, markup=not as_is)
+        sys.stdout.flush()
+    except OSError as error:
+        raise InvalidConfig(f"the standard output cannot be written: {error.strerror}") from None
+
+
+def check_writable(file: str, option: str = "--json") -> None:
+    """Says before the run what would go wrong after it; leaves no file behind."""
+    existed = os.path.lexists(file)
+    try:
+        with open(file, "a", encoding="utf-8"):
+            pass
+        if not existed:
+            os.unlink(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidConfig(f"{option}: {file} cannot be written: {reason}") from None
+
+
+def write_json(file: str, figures: dict[str, Any]) -> None:
+    """What a command found, to a file."""
+    try:
+        Path(file).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"--json: {file} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks the run to end after its step; a second one ends it at once."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

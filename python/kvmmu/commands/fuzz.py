@@ -1,0 +1,139 @@
+"""``kvmmu fuzz``: calls an allocator at random.
+
+What lives here: its options, messages and progress bar. What never lives here: the search (see
+:mod:`kvmmu.testing`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from time import monotonic
+from typing import Annotated
+
+import rich.console
+import rich.progress
+import typer
+
+from ..replay.options import in_range
+from .around import CHECK_FAILED, check_writable, exit_codes, show, write_json
+
+__all__ = ["fuzz"]
+
+
+class Driver(Enum):
+    """Who draws the calls of a search."""
+
+    random = "random"
+    hypothesis = "hypothesis"
+
+
+def fuzz(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="package.module:factory, which makes an allocator.",
+            show_default=False,
+        ),
+    ],
+    seconds: Annotated[float, typer.Option(help="How long to look for a fault.")] = 60,
+    examples: Annotated[
+        int | None, typer.Option(help="Stop after so many as well.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Calls an example.")] = 40,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the calls (default: another one each time).")
+    ] = None,
+    driver: Annotated[
+        Driver, typer.Option(help="Who draws the calls; hypothesis is far slower.")
+    ] = Driver.random,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write what was found.", show_default=False),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print a fault and nothing else.")
+    ] = False,
+) -> None:
+    """Call an allocator at random, and compare it with what it should be."""
+    with exit_codes():
+        from .. import testing
+
+        in_range("seconds", seconds, 0.001, 10**7)
+        in_range("examples", 1 if examples is None else examples, 1, 10**12)
+        in_range("steps", steps, 1, 10**4)
+        in_range("seed", 0 if seed is None else seed, 0, 2**63)
+        seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+        if json_file is not None:
+            check_writable(json_file)
+        factory = testing.find_factory(target)
+        with _fuzz_progress(quiet, seconds) as watch:
+            report = testing.fuzz(
+                factory,
+                seconds=seconds,
+                max_examples=examples,
+                seed=seed,
+                steps=steps,
+                driver=driver.value,
+                watch=watch,
+            )
+        fault = report.fault
+        if json_file is not None:
+            found = None
+            if fault is not None:
+                found = {
+                    "kind": type(fault).__name__,
+                    "message": fault.message,
+                    "sequence": fault.sequence,
+                }
+            figures = {
+                "target": target,
+                "seed": report.seed,
+                "steps": steps,
+                "driver": driver.value,
+                "examples": report.examples,
+                "calls": report.calls,
+                "seconds": report.seconds,
+                "fault": found,
+            }
+            write_json(json_file, figures)
+        examples_ran = f"{report.examples:,} example{'s' * (report.examples != 1)}"
+        ran = f"{examples_ran} ({report.calls:,} calls, seed {report.seed})"
+        if fault is None:
+            if not quiet:
+                show(f"no fault in {ran}")
+            return
+        show(f"{type(fault).__name__}, found after {ran}\n{fault}", as_is=True)
+        for note in getattr(fault, "__notes__", ()):
+            show(note, as_is=True)
+        raise typer.Exit(CHECK_FAILED)
+
+
+@contextmanager
+def _fuzz_progress(quiet: bool, seconds: float) -> Iterator[Callable[[int, bool], None]]:
+    """The same for a search: its bar is the time."""
+    console = rich.console.Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield lambda examples, failed: None
+        return
+    bar = rich.progress.Progress(
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.fields[said]}"),
+        rich.progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    started = monotonic()
+    with bar:
+        task = bar.add_task("", total=seconds, said="")
+
+        def advance(examples: int, failed: bool) -> None:
+            said = f"{examples:,} examples"
+            if failed:
+                said += ", [red]a fault[/red]: looking for a shorter sequence"
+            bar.update(task, completed=min(monotonic() - started, seconds), said=said)
+
+        yield advance
