@@ -48,6 +48,7 @@ class Serving:
         watch: called every 32 steps with the totals; returns True to stop.
         until_s: simulated seconds after which the run ends, whoever is still there; None: when all
             have finished.
+        warm_up_s: simulated seconds after which the totals begin anew.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Serving:
         watch: Callable[[Totals], bool],
         *,
         until_s: float | None = None,
+        warm_up_s: float = 0.0,
     ) -> None:
         self._trace = trace
         self._options = options
@@ -69,6 +71,7 @@ class Serving:
         self._verifier = verifier
         self._watch = watch
         self._until = None if until_s is None else math.ceil(until_s / options.step_s)
+        self._warm = math.ceil(warm_up_s / options.step_s)
         longest = int((trace.prompt_tokens + trace.output_tokens).max(initial=0))
         self._policy = Policy(options, longest)
         self._tokens = Tokens(trace, options.seed)
@@ -101,6 +104,9 @@ class Serving:
                 self._pass_idle_time()
                 continue
             self._restart_if_due(cause)
+            if self._warm and self._tick >= self._warm:
+                self._warm = 0
+                self._begin_to_count()
             self._step(cause)
             if totals.steps % WATCH_EVERY == 0 and self._watch(totals):
                 totals.interrupted = True
@@ -108,6 +114,13 @@ class Serving:
         if self._returning is not None:
             totals.offline_sum = self._returning.offline_steps
             totals.idle_sum = self._returning.idle_steps
+
+    def _begin_to_count(self) -> None:
+        """The warm-up is over."""
+        self._totals.begin_anew(self._mmu.stats())
+        self._mmu.begin_anew()
+        if self._returning is not None:
+            self._returning.begin_anew()
 
     # -- between steps ---------------------------------------------------------------------
 
@@ -131,6 +144,9 @@ class Serving:
             waited = self._queue.waited(waiting)
             self._totals.waits.append((waiting.request, waited))
             self._totals.timed_out.append((waiting.request, waited))
+            self._totals.long_timeouts += (
+                int(self._trace.prompt_tokens[waiting.request]) > LONG_PROMPT
+            )
             self._never_runs(waiting.request)
 
     def _join(self, request: int) -> None:
@@ -478,7 +494,7 @@ class Serving:
                 )
         for row in reversed(done):  # from the end: a row behind moves into the gap
             sequence, target = int(running.ids[row]), int(running.target[row])
-            self._totals.add_finished(target, self._mmu.runs(sequence))
+            self._totals.add_finished(target, self._mmu.info(sequence))
             if target > LONG_PROMPT:
                 blocks = self._mmu.blocks(sequence)
                 self._totals.add_transfer(blocks[: -(-target // self._options.block_size)])

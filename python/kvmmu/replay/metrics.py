@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter_ns
 from typing import TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .._core import MMU, BlockTables, Measure, Plan, Quote
+from .._core import MMU, BlockTables, Measure, Plan, Quote, SequenceInfo
 from ..compaction import compact, run_plan
 from ..movers import SupportsMove
 from .faults import FaultyMover, InjectedFault
@@ -50,6 +50,11 @@ class TimedMMU:
         self._lap_from = 0
         self.laps = array("q")
         """Nanoseconds inside kvmmu, one entry a step."""
+
+    def begin_anew(self) -> None:
+        """Forgets what was timed so far."""
+        self.total_ns = self._lap_from = 0
+        self.laps = array("q")
 
     def lap(self) -> None:
         self.laps.append(self.total_ns - self._lap_from)
@@ -88,8 +93,8 @@ class TimedMMU:
 
         return self.timed(call)
 
-    def runs(self, sequence: int) -> int:
-        return self.timed(lambda mmu: mmu.info(sequence).num_runs)
+    def info(self, sequence: int) -> SequenceInfo:
+        return self.timed(lambda mmu: mmu.info(sequence))
 
     def cached_tokens(self, sequence: int) -> int:
         return self.timed(lambda mmu: mmu.info(sequence).num_cached_tokens)
@@ -243,6 +248,10 @@ class Totals:
     """Continuations opened as forks; parked sequences that were dropped for others."""
     dropped: int = 0
     restarts: int = 0
+    long_timeouts: int = 0
+    """Of ``timed_out``, those with prompts of more than 100,000 tokens."""
+    stats_before: dict[str, int] = field(default_factory=dict)
+    """The core's counters when counting began."""
     moved_by_step: array[int] = field(default_factory=lambda: array("l"))
     offline_sum: int = 0
     idle_sum: int = 0
@@ -271,12 +280,20 @@ class Totals:
     guarantee_broken: int = 0
     """Steps in which more had been moved than freed, or moves were owed that budget and frees
     allowed."""
+    huge_at_end: int = 0
+    """Huge pages of sequences when they finished."""
     wasted_blocks: int = 0
     wasted_samples: int = 0
 
     verified_tokens: int = 0
     mismatches: int = 0
     interrupted: bool = False
+
+    def begin_anew(self, stats: dict[str, int]) -> None:
+        """Forgets all but the number of requests; the core's counters count from ``stats`` on."""
+        fresh = Totals(requests=self.requests, stats_before=stats)
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(fresh, entry.name))
 
     def add_pages(self, measure: Measure) -> None:
         """Adds what open sequences map at the end of a step."""
@@ -293,8 +310,10 @@ class Totals:
         self.owed.append(held["owed"])
         self.guarantee_broken += moved > freed or (held["owed"] > 0 and spare > 0)
 
-    def add_finished(self, tokens: int, runs: int) -> None:
-        """Counts the runs that a sequence lies in at its end."""
+    def add_finished(self, tokens: int, info: SequenceInfo) -> None:
+        """Counts the runs that a sequence lies in at its end, and its huge pages."""
+        runs = info.num_runs
+        self.huge_at_end += info.pages.get(9, 0)
         if tokens <= SHORT:
             self.runs_at_end["short"].append(runs)
         elif tokens > LONG_PROMPT:

@@ -40,6 +40,10 @@ class Returning:
         self.idle_steps = 0
         """Blocks that were offline or available beyond the spare, added up over steps."""
 
+    def begin_anew(self) -> None:
+        """Counts from here on."""
+        self.moved = self.offline_steps = self.idle_steps = 0
+
     def step(self, number: int, states: dict[str, int], *, needed: bool) -> bool:
         """Between two steps. ``needed``: the head of the queue waits for memory.
 
