@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import _core
-from . import doctor, fuzz, replay
+from . import doctor, fuzz, replay, soak
 
 __all__ = ["app"]
 
@@ -44,4 +44,5 @@ def _kvmmu(
 
 app.command(name="doctor")(doctor.doctor)
 app.command(name="replay")(replay.replay)
+app.command(name="soak")(soak.soak)
 app.command(name="fuzz")(fuzz.fuzz)

@@ -191,9 +191,7 @@ MEASURES = (
     ),
     Measure("restarts", "restarts", ",.0f", "times the pool was emptied"),
     Measure("continued", "forked turns", ",.0f", "continuations opened as forks of their parents"),
-    Measure(
-        "dropped", "dropped pauses", ",.0f", "parked sequences that made room for others"
-    ),
+    Measure("dropped", "dropped pauses", ",.0f", "parked sequences that made room for others"),
     Measure("wall_s", "wall s", ".1f", "seconds that this run took here"),
 )
 
