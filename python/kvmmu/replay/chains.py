@@ -40,6 +40,7 @@ class Chains:
         self._due: list[tuple[int, int]] = []
         self._parked: dict[int, int] = {}
         """Parent -> sequence, in order of parking."""
+        self._tokens: dict[int, int] = {}
         self._left: dict[int, int] = {}
         """Parent -> continuations that have not been opened."""
 
@@ -58,8 +59,13 @@ class Chains:
     def is_root(self, request: int) -> bool:
         return request not in self._parents
 
-    def park(self, request: int, sequence: int, tick: int) -> bool:
-        """A request ends. True: its sequence stays open, for others continue it."""
+    @property
+    def tokens(self) -> int:
+        """Tokens that parked sequences keep in memory."""
+        return sum(self._tokens.values())
+
+    def park(self, request: int, sequence: int, tokens: int, tick: int) -> bool:
+        """A request of so many tokens ends. True: its sequence stays, for others continue it."""
         children = self._children.get(request)
         if not children:
             return False
@@ -67,6 +73,7 @@ class Chains:
             due = tick + round(float(self._pause_s[child]) / self._step_s)
             heapq.heappush(self._due, (due, child))
         self._parked[request] = sequence
+        self._tokens[request] = tokens
         self._left[request] = len(children)
         return True
 
@@ -92,6 +99,7 @@ class Chains:
         if self._left[parent]:
             return None
         del self._left[parent]
+        self._tokens.pop(parent, None)
         return self._parked.pop(parent, None)
 
     def drop(self) -> int | None:
@@ -99,6 +107,7 @@ class Chains:
         if not self._parked:
             return None
         oldest = next(iter(self._parked))
+        del self._tokens[oldest]
         return self._parked.pop(oldest)
 
     def lost(self, request: int) -> list[int]:

@@ -498,7 +498,7 @@ class Serving:
             if target > LONG_PROMPT:
                 blocks = self._mmu.blocks(sequence)
                 self._totals.add_transfer(blocks[: -(-target // self._options.block_size)])
-            if not self._chains.park(int(running.request[row]), sequence, self._tick):
+            if not self._chains.park(int(running.request[row]), sequence, target, self._tick):
                 self._mmu.close(sequence)
             running.remove(row)
 
@@ -534,7 +534,7 @@ class Serving:
     def _look_at_tokens(self, live: int, cause: str | None) -> None:
         """How much of the memory holds tokens, before those who are done leave."""
         totals, n = self._totals, self._running.n
-        tokens = int(self._running.position[:n].sum())
+        tokens = int(self._running.position[:n].sum()) + self._chains.tokens
         totals.tokens_sum += tokens
         totals.slots_sum += live * self._options.block_size
         if cause in ("memory", "shape"):

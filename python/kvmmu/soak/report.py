@@ -1,7 +1,7 @@
 """Tables of a soak.
 
-What lives here: the table of policies, definitions, what the articles measured beside ours. What never
-lives here: figures (see :mod:`.figures`).
+What lives here: the table of policies, definitions, what the articles measured beside ours. What
+never lives here: figures (see :mod:`.figures`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ARTICLES", "definitions", "rates", "table"]
 
 ARTICLES = {
     "article-128k": (
-        "the source article, 8 x H100, 12 h: paged without compaction / periodic restart / compaction",
+        "the source article, 8 x H100, 12 h: paged without compaction / restart / compaction",
         (
             ("OOM events", "18", "0", "0"),
             ("fragmentation ratio %", "48.2", "28.0", "6.4"),

@@ -1,7 +1,7 @@
 """Where the advantage ends: one thing varied at a time.
 
-What lives here: :func:`variants`, which runs to make, and :func:`sensitivity`, their table. What never
-lives here: runs.
+What lives here: :func:`variants`, which runs to make, and :func:`sensitivity`, their table. What
+never lives here: runs.
 
 Three policies (plain paging, huge pages without moves, the default) under other loads, shares of
 long requests, step times, budgets and triggers than the scenario's; everything else stays.

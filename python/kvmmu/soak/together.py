@@ -40,8 +40,8 @@ def soak(
 
     Args:
         processes: at most so many at once; None: one a core.
-        watch: told several times a second how far each is, in simulated seconds; returns True to stop
-            them all after their present steps.
+        watch: told several times a second how far each is, in simulated seconds; returns True to
+            stop them all after their present steps.
 
     Returns:
         the figures of each task, in their order.
@@ -68,7 +68,7 @@ def soak(
                 done, waiting = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
                     results[numbers[future]] = future.result()
-                if watch(list(told)):
+                if watch(told[:]):
                     stopping.value = 1
         except BrokenProcessPool:
             raise InternalError(
