@@ -1081,3 +1081,46 @@ def test_lengths_that_somebody_else_wrote_are_named() -> None:
             pool.tables.csr(*out)
     pool.tables.seq_lens[0] = 9
     assert pool.tables.csr(*out) == 9
+
+
+@pytest.mark.parametrize("placement", ["fifo", "fullest", "scatter"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_required_huge_pages_are_had_under_every_placement(
+    placement: str, prefix_caching: bool
+) -> None:
+    """What else is claimed comes as the placement chooses; only what is required is a page."""
+    random = np.random.default_rng(11)
+    mmu = MMU(4096, 16, placement=placement, prefix_caching=prefix_caching, max_sequences=64)
+    tables = mmu.register_tables(
+        np.zeros((1, 4096), np.int32),
+        np.zeros(1, np.int32),
+        np.zeros(1500 * 16, np.int64),
+        np.zeros(2, np.int32),
+    )
+    live: list[int] = []
+    refused = 0
+    for _ in range(120):
+        if live and random.random() < 0.5:
+            mmu.close(live.pop(int(random.integers(len(live)))))
+        else:
+            blocks = int(random.choice([100, 700, 1500]))
+            tokens = random.integers(0, 1 << 30, blocks * 16).astype(np.int32)
+            before = mmu.states()["available"]
+            try:
+                sequence = mmu.open(tokens, require="huge")
+            except Fragmented as error:
+                assert error.available >= error.needed == blocks // 512 * 512 > 0
+                refused += 1
+                assert mmu.states()["available"] == before
+            except OutOfBlocks:
+                assert mmu.states()["available"] == before
+            else:
+                assert mmu.info(sequence).pages.get(9, 0) == blocks // 512
+                live.append(sequence)
+                step = mmu.begin_step()
+                lens = np.array([blocks * 16], np.int32)
+                mmu.prepare(step, np.array([sequence], np.int64), tables, query_lens=lens)
+                mmu.written(step)
+                mmu.end_step(step)
+        mmu.validate()
+    assert placement == "fullest" or prefix_caching or refused

@@ -112,7 +112,9 @@ impl Mmu {
                 window: 0,
             })
         })?;
-        self.make_windows(shared, 1);
+        if self.config.placement == Placement::AddressOrder {
+            self.make_windows(shared, 1);
+        }
         if !self.pool.reserve(WINDOW) {
             return None;
         }

@@ -201,7 +201,7 @@ impl Mmu {
         for run in runs(&matched) {
             self.retain_range(&mut shared, run);
         }
-        if part.regions() > 0 {
+        if part.regions() > 0 && self.takes_windows(part) {
             self.make_windows(&mut shared, part.regions());
         }
         self.make_room(&mut shared, part);

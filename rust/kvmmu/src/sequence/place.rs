@@ -206,6 +206,11 @@ impl Mmu {
         count(&self.stats.claimed_blocks, n as usize);
     }
 
+    /// Whether regions of a part get huge pages, where there are any.
+    pub(super) fn takes_windows(&self, part: Part) -> bool {
+        part.huge || self.config.placement == Placement::AddressOrder
+    }
+
     /// Claims the blocks of a part of a sequence. `strict`: each complete region must be a huge page
     /// and the contiguous start one run, else it is refused and nothing is claimed.
     pub(super) fn place(
@@ -500,9 +505,6 @@ impl Mmu {
     /// full window goes before one that is half empty, which is what is left of a prefix that is
     /// used.)
     pub(crate) fn make_windows(&self, shared: &mut Shared, n: u32) {
-        if self.config.placement != Placement::AddressOrder {
-            return;
-        }
         let mut idle = self.pool.idle_windows();
         let is_whole = |&&(cached, _): &&(u32, u32)| cached == 0;
         if idle.iter().filter(is_whole).count() as u32 >= n {
