@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from ._core import (
         MMU,
+        BlockMap,
         BlockTables,
         DirtyRows,
         Measure,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MMU",
+    "BlockMap",
     "BlockTables",
     "CPUMover",
     "CUDAUnavailable",
@@ -127,6 +129,7 @@ __all__ = [
 
 _HOME = {
     "Lease": "leases",
+    "BlockMap": "_core",
     "BlockTables": "_core",
     "CPUMover": "movers",
     "CascadeLevel": "cascade",
