@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .leases import Lease
     from .movers import CPUMover, Mover, SupportsMove
     from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
+    from .snapshots import Snapshot, snapshot
     from .storage import Region, Storage
     from .transfer import block_runs, byte_ranges, pair_runs
 
@@ -112,6 +113,7 @@ __all__ = [
     "ReturnsMemory",
     "SequenceInfo",
     "Shrunk",
+    "Snapshot",
     "Storage",
     "SupportsMove",
     "TorchChannel",
@@ -125,6 +127,7 @@ __all__ = [
     "prefix_groups",
     "run_plan",
     "serve_rank",
+    "snapshot",
 ]
 
 _HOME = {
@@ -162,6 +165,8 @@ _HOME = {
     "prefix_groups": "cascade",
     "run_plan": "compaction",
     "serve_rank": "ranks",
+    "Snapshot": "snapshots",
+    "snapshot": "snapshots",
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 
