@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import _core
-from . import doctor, fuzz, replay
+from . import doctor, fuzz, map, replay
 
 __all__ = ["app"]
 
@@ -44,4 +44,5 @@ def _kvmmu(
 
 app.command(name="doctor")(doctor.doctor)
 app.command(name="replay")(replay.replay)
+app.command(name="map")(map.map_)
 app.command(name="fuzz")(fuzz.fuzz)

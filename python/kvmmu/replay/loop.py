@@ -80,6 +80,8 @@ class Serving:
         self._tick = 0
         self._waiting: deque[_Waiting] = deque()
         self._head_must_wait = False
+        self._moved = 0
+        """Blocks that the pass of this step moved."""
         self._running = Running(machine.block_table.shape[0])
         self._seen: SeenRows | None = None
         if self._policy.compacts():
@@ -194,9 +196,10 @@ class Serving:
         totals.live_peak = max(totals.live_peak, live)
         totals.live_sum += live
         self._finish()
+        self._moved = 0
         if self._policy.compacts():
             self._compact()
-        self._measure()
+        self._measure(live)
         self._mmu.lap()
 
     def _compact(self) -> None:
@@ -206,6 +209,7 @@ class Serving:
             totals.faults += 1
             return
         totals.compactions += moved > 0
+        self._moved = moved
         if options.guarantee is not None:
             stats = self._mmu.stats()
             freed = stats["freed_blocks"] + stats["left_cached"]
@@ -329,7 +333,7 @@ class Serving:
 
     # -- figures ---------------------------------------------------------------------------
 
-    def _measure(self) -> None:
+    def _measure(self, live: int) -> None:
         totals, measure = self._totals, self._mmu.measure()
         totals.measured += 1
         totals.ratio_sum += measure.ratio_available
@@ -337,3 +341,17 @@ class Serving:
             totals.runs_sum += measure.runs_per_sequence
             totals.runs_steps += 1
         totals.add_pages(measure)
+        if self._mmu.onlooker is not None:
+            self._mmu.sample(
+                totals.simulated_s,
+                ratio=measure.ratio_available,
+                free_windows=measure.free_windows,
+                waiting=len(self._waiting),
+                running=self._running.n,
+                moves=self._moved,
+                live=live,
+                runs=measure.runs_per_sequence if measure.sequences else math.nan,
+                huge_cover=measure.pages.get(9, 0) / measure.regions
+                if measure.regions
+                else math.nan,
+            )

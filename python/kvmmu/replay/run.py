@@ -12,7 +12,7 @@ from typing import Any
 from .alone import Alone
 from .loop import Serving
 from .machine import Machine
-from .metrics import Totals
+from .metrics import Onlooker, Totals
 from .options import Options
 from .report import figures
 from .traces import Trace
@@ -27,6 +27,7 @@ def replay(
     *,
     watch: Callable[[Totals], bool] = lambda totals: False,
     say: Callable[[str], None] = lambda sentence: None,
+    onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
     """Runs a trace.
 
@@ -35,6 +36,7 @@ def replay(
         options: how.
         watch: called every few steps; returns True to stop early.
         say: told of the first mismatches.
+        onlooker: told of every step, and of passes of compaction; not of requests one at a time.
 
     Returns:
         the figures of :mod:`.report`.
@@ -54,6 +56,7 @@ def replay(
         )
     slots = min(slots, options.blocks * options.block_size + rows)
     machine = Machine(options, rows=rows, longest=longest, slots=slots)
+    machine.mmu.onlooker = onlooker
     verifier = Verifier(machine, totals, options.seed, say) if options.verify else None
     kind = Alone if options.one_at_a_time else Serving
     kind(trace, options, machine, totals, verifier, watch).run()
