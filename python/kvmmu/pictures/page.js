@@ -444,6 +444,8 @@ function traces(name) {
   }] : []);
 }
 
+const CONFIG = { displayModeBar: false, displaylogo: false, doubleClick: false };
+
 function drawCharts() {
   const names = [...new Set(data.runs.flatMap((r) => Object.keys(r.series)))];
   plots = names.map((name) => {
@@ -466,11 +468,11 @@ function drawCharts() {
     plot.setAttribute("aria-label", `${title} over time. ${caption.textContent}`);
     figure.append(head, plot, caption);
     $("chart-list").append(figure);
-    Plotly.newPlot(plot, traces(name), layout(), { displayModeBar: false, displaylogo: false });
+    Plotly.newPlot(plot, traces(name), layout(), CONFIG);
     plot.on("plotly_relayout", (change) => {
       if (change["xaxis.range[0]"] !== undefined) zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
-      else if (change["xaxis.autorange"]) zoom(null);
     });
+    plot.on("plotly_doubleclick", () => zoom(null));
     return { name, plot };
   });
 }
@@ -487,7 +489,7 @@ function zoom(to) {
 }
 
 function redrawCharts() {
-  plots.forEach(({ name, plot }) => Plotly.react(plot, traces(name), layout(), { displayModeBar: false }));
+  plots.forEach(({ name, plot }) => Plotly.react(plot, traces(name), layout(), CONFIG));
   $("chart-legend").replaceChildren(...data.runs.map((r, i) => {
     const item = document.createElement("li");
     const dash = { solid: "none", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3" }[DASHES[i % DASHES.length]];
