@@ -10,6 +10,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -242,7 +244,13 @@ def runs() -> list[Run]:
     for policy, compaction in (("compaction", True), ("fallback <b>&amp;", False)):
         history = History(every_steps=2, samples=100)
         churned(history, 150, compaction=compaction)
-        figures = {"moves": 12345, "ratio": 0.123456, "note": "<i>", "missing": None, "flag": True}
+        figures: dict[str, Any] = {
+            "moves": 12345,
+            "ratio": 0.123456,
+            "note": "<i>",
+            "missing": None,
+            "flag": True,
+        }
         made.append(Run(policy, figures, history, {"moves": "blocks & <moves>"}))
     made.append(Run("table only", {"moves": 1}))
     return made
@@ -277,7 +285,7 @@ def test_runs_of_one_name_and_no_runs_are_refused(runs: list[Run]) -> None:
 def test_without_plotly_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, runs: list[Run]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingExtra, match=r"kvmmu\[html\]"):
         page_function("t", runs)
 
@@ -463,11 +471,11 @@ def check_pass(opened: Opened, history: History) -> None:
     page.locator("#pass").scroll_into_view_if_needed()
     box = page.locator("#pass").bounding_box()
     across, windows = box["width"] - 66 - 16, history.blocks // 512
-    row = (box["height"] - 8) / windows
+    row = (box["height"] - 16) / windows
     seen = set()
     for block in (5, 700, 2100, *(int(source) for source in kept.moves[:3, 0])):
         x = 66 + (block % 512 + 0.5) / 512 * across
-        page.mouse.move(box["x"] + x, box["y"] + 4 + (block // 512 + 0.3) * row)
+        page.mouse.move(box["x"] + x, box["y"] + 8 + (block // 512 + 0.3) * row)
         text = opened.says("pass-readout")
         found = re.match(r"block ([\d,]+): ([a-z ]+)", text)
         assert found, text
@@ -520,6 +528,24 @@ def test_the_map_reads_the_same_without_colours_and_in_ascii() -> None:
     drawn = memory_map(blocks, 60, ascii_only=True)
     assert drawn.plain.isascii()
     assert {".", "#", "+"} <= set(drawn.plain.splitlines()[0])
+
+
+def test_the_code_of_the_document_runs(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "pictures.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"33\d\d in use, 3072 in huge pages", lines[0])
+    assert lines[-1] == "4 samples"
+    assert (tmp_path / "memory.pickle").exists()
 
 
 # -- commands --------------------------------------------------------------------------------
@@ -586,10 +612,11 @@ def test_replay_writes_a_page(tmp_path: Path) -> None:
 
 def test_replay_says_before_the_run_that_the_page_cannot_be(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    for arguments, says in (
+    wrong: list[tuple[list[str | Path], str]] = [
         (["--html", tmp_path / "no" / "p.html"], "cannot be written"),
         (["--html", tmp_path / "p.html", "--one-at-a-time"], "no clock"),
-    ):
+    ]
+    for arguments, says in wrong:
         done = kvmmu("replay", "--sample", *arguments)
         assert done.returncode == 2
         assert says in said(done)

@@ -90,30 +90,28 @@ def cells(blocks: Blocks, size: int) -> tuple[Bytes, Bytes, Bytes]:
     orders = _counts(cell, (blocks.orders + 1).astype(np.uint8), count, 11).argmax(axis=1)
     return (
         (commonest.astype(np.uint8) | (share << 4)).astype(np.uint8),
-        sequence_colours(_commonest(blocks.sequences, size)),
+        sequence_colours(_commonest(blocks.sequences, cell, count)),
         orders.astype(np.uint8),
     )
 
 
-def _counts(cell: npt.NDArray[Any], kind: Bytes, cells: int, kinds: int) -> npt.NDArray[Any]:
+def _counts(
+    cell: npt.NDArray[Any], kind: npt.NDArray[Any], cells: int, kinds: int
+) -> npt.NDArray[Any]:
     return np.bincount(cell * kinds + kind, minlength=cells * kinds).reshape(cells, kinds)
 
 
-def _commonest(values: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-    """The value that most entries of each cell have. Works on runs of equal values, of which there
-    are few where memory is in order."""
-    n = len(values)
-    begins = np.concatenate([np.flatnonzero(np.diff(values)) + 1, np.arange(0, n, size)])
-    begins = np.unique(begins)
-    lengths = np.diff(np.append(begins, n))
-    cell, value = begins // size, values[begins]
-    by_value = np.lexsort((value, cell))
-    cell, value, lengths = cell[by_value], value[by_value], lengths[by_value]
-    first = np.flatnonzero(np.append(True, (np.diff(cell) != 0) | (np.diff(value) != 0)))
-    totals = np.add.reduceat(lengths, first)
-    cell, value = cell[first], value[first]
-    by_total = np.lexsort((totals, cell))
-    cell, value = cell[by_total], value[by_total]
-    last = np.append(np.diff(cell) != 0, True)
-    found: npt.NDArray[np.int64] = value[last]
-    return found
+def _commonest(
+    values: npt.NDArray[np.int64], cell: npt.NDArray[Any], count: int
+) -> npt.NDArray[np.int64]:
+    """The sequence that most blocks of each cell have, -1 where most have none. Of open sequences
+    no two have one slot, the low 18 bits of an id, so that slots are counted; -1 counts as 0."""
+    slots = np.where(values < 0, 0, (values & (2**18 - 1)) + 1)
+    used = int(slots.max(initial=0)) + 1
+    if count * used > 2**22:  # some ten thousands of slots: those that occur get numbers
+        found, slots = np.unique(slots, return_inverse=True)
+        used = len(found)
+    ids = np.full(used, -1, dtype=np.int64)
+    ids[slots] = values
+    most: npt.NDArray[np.int64] = ids[_counts(cell, slots, count, used).argmax(axis=1)]
+    return most

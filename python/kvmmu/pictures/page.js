@@ -109,6 +109,7 @@ async function inflate(text) {
 }
 
 const MARGIN = { left: 66, right: 16, top: 14, bottom: 26 };
+const PASS_TOP = 8;
 const view = { run: 0, plane: 0, range: null, column: 0, cell: 0, pass: 0, after: false };
 let plots = [];
 
@@ -345,7 +346,7 @@ async function drawPass() {
   const rowHeight = all ? Math.max(2, Math.min(12, Math.floor(420 / windows)))
     : Math.max(6, Math.min(20, Math.floor(420 / passRows.length)));
   const gap = rowHeight >= 6 ? 2 : 0, height = passRows.length * (rowHeight + gap);
-  const [context, width] = prepared($("pass"), height + 8);
+  const [context, width] = prepared($("pass"), height + 2 * PASS_TOP);
   const plane = bytes.subarray(view.plane * blocks, (view.plane + 1) * blocks);
   const shown = new Uint8Array(passRows.length * WINDOW);
   passRows.forEach((w, row) => shown.set(plane.subarray(w * WINDOW, (w + 1) * WINDOW), row * WINDOW));
@@ -357,7 +358,7 @@ async function drawPass() {
   context.textBaseline = "middle";
   let labelled = -100;
   passRows.forEach((w, row) => {
-    const y = row * (rowHeight + gap) + 4, present = Math.min(WINDOW, blocks - w * WINDOW);
+    const y = row * (rowHeight + gap) + PASS_TOP, present = Math.min(WINDOW, blocks - w * WINDOW);
     context.drawImage(image, 0, row, present, 1, MARGIN.left, y, across * present / WINDOW, rowHeight);
     if (y - labelled >= 15) {
       context.fillStyle = named("soft");
@@ -370,7 +371,7 @@ async function drawPass() {
   context.fillStyle = named("moved");
   for (const block of moved.keys()) {
     const row = rowOf.get(Math.floor(block / WINDOW));
-    const y = row * (rowHeight + gap) + 4 + rowHeight - mark;
+    const y = row * (rowHeight + gap) + PASS_TOP + rowHeight - mark;
     context.fillRect(MARGIN.left + (block % WINDOW) / WINDOW * across, y, thick, mark);
   }
   pass.shown = { plane: bytes, moved, rowHeight, gap, across };
@@ -406,7 +407,7 @@ function listenToPass() {
     if (!pass || !pass.shown) return;
     const { plane, moved, rowHeight, gap, across } = pass.shown;
     const box = $("pass").getBoundingClientRect();
-    const w = passRows[Math.floor((event.clientY - box.top - 4) / (rowHeight + gap))];
+    const w = passRows[Math.floor((event.clientY - box.top - PASS_TOP) / (rowHeight + gap))];
     const inside = Math.floor((event.clientX - box.left - MARGIN.left) / across * WINDOW);
     const block = w * WINDOW + inside;
     if (w === undefined || inside < 0 || inside >= WINDOW || block >= blocks) return;
