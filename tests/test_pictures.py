@@ -446,6 +446,25 @@ def test_the_page_works_in_a_browser(opened: Opened, runs: list[Run]) -> None:
     opened.until(lambda: opened.picture("map") == seen)
 
 
+@pytest.mark.needs_chromium
+@pytest.mark.parametrize("samples", [0, 1, 2])
+def test_a_page_of_next_to_nothing_works_too(browser: Any, tmp_path: Path, samples: int) -> None:
+    pytest.importorskip("plotly")
+    history = History(every_steps=1)
+    mmu, _ = small()
+    for step in range(samples):
+        history.sample(float(step), mmu)
+    file = tmp_path / "page.html"
+    file.write_text(page("Short", [Run("one", {}, history), Run("two", {})]), encoding="utf-8")
+    shown = Opened(browser, file, 800, "light")
+    assert shown.complaints == []
+    assert shown.page.is_visible("#map") == (samples > 0)
+    assert shown.page.is_hidden("#passes")
+    if samples:
+        assert shown.says("readout") == "0 s, block 0: 100 % in use, mapped by pages of 4"
+    shown.context.close()
+
+
 def check_readout(text: str, history: History) -> None:
     """ "12 s, blocks 4,096 to 4,103: 80 % in use, ..." is what the history has there."""
     found = re.match(
