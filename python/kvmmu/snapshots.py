@@ -153,13 +153,14 @@ class Snapshot:
         in use   active_allocated
         destined active_allocated      a copy is being written into it
         cached   active_allocated      it has contents, although it may be evicted
-        fenced   active_awaiting_free  a step in flight may still touch it
+        fenced   active_pending_free   a step in flight may still touch it
         empty    inactive
         offline  inactive
         ======== ===================== =========================================
 
         The two frames of a block say its state, its sequence, and its first logical block as line.
-        There are no traces: nobody recorded how it came to this.
+        There are no traces: nobody recorded how it came to this. (The states are those that PyTorch
+        writes and its viewer draws; the docstring of ``_snapshot`` has another word for the second.)
 
         Args:
             regions: numbers of the regions to show; None: all. They differ in addresses and sizes
@@ -207,7 +208,7 @@ class Snapshot:
         runs = []
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             state, sequence = BlockMap.STATES[self.states[start]], int(self.sequences[start])
-            there = "active_awaiting_free" if state == "fenced" else "inactive"
+            there = "active_pending_free" if state == "fenced" else "inactive"
             if state in _ACTIVE:
                 there = "active_allocated"
             frames = [{"filename": "state", "line": 0, "name": state}]
@@ -364,7 +365,7 @@ def _segment(
         "address": address,
         "total_size": end - address,
         "allocated_size": total("active_allocated"),
-        "active_size": total("active_allocated", "active_awaiting_free"),
+        "active_size": total("active_allocated", "active_pending_free"),
         "requested_size": sum(
             block["requested_size"] for block in blocks if block["state"] == "active_allocated"
         ),
