@@ -159,8 +159,8 @@ class Snapshot:
         ======== ===================== =========================================
 
         The two frames of a block say its state, its sequence, and its first logical block as line.
-        There are no traces: nobody recorded how it came to this. (The states are those that PyTorch
-        writes and its viewer draws; the docstring of ``_snapshot`` has another word for the second.)
+        There are no traces: nobody recorded how it came to this. The states are those that PyTorch
+        writes and its viewer draws; the docstring of ``_snapshot`` calls the second otherwise.
 
         Args:
             regions: numbers of the regions to show; None: all. They differ in addresses and sizes
