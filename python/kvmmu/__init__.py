@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from ._core import (
         MMU,
+        BlockMap,
         BlockTables,
         DirtyRows,
         Measure,
@@ -65,11 +66,13 @@ if TYPE_CHECKING:
     from .leases import Lease
     from .movers import CPUMover, Mover, SupportsMove
     from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
+    from .snapshots import Snapshot, snapshot
     from .storage import Region, Storage
     from .transfer import block_runs, byte_ranges, pair_runs
 
 __all__ = [
     "MMU",
+    "BlockMap",
     "BlockTables",
     "CPUMover",
     "CUDAUnavailable",
@@ -110,6 +113,7 @@ __all__ = [
     "ReturnsMemory",
     "SequenceInfo",
     "Shrunk",
+    "Snapshot",
     "Storage",
     "SupportsMove",
     "TorchChannel",
@@ -123,10 +127,12 @@ __all__ = [
     "prefix_groups",
     "run_plan",
     "serve_rank",
+    "snapshot",
 ]
 
 _HOME = {
     "Lease": "leases",
+    "BlockMap": "_core",
     "BlockTables": "_core",
     "CPUMover": "movers",
     "CascadeLevel": "cascade",
@@ -159,6 +165,8 @@ _HOME = {
     "prefix_groups": "cascade",
     "run_plan": "compaction",
     "serve_rank": "ranks",
+    "Snapshot": "snapshots",
+    "snapshot": "snapshots",
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 

@@ -6,13 +6,14 @@ Errors are those of :mod:`kvmmu.errors`; each is raised before anything has chan
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "MMU",
+    "BlockMap",
     "BlockTables",
     "DirtyRows",
     "Measure",
@@ -365,6 +366,11 @@ class MMU:
         moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, left_cached,
         given_back, taken_back``."""
     def measure(self) -> Measure: ...
+    def block_map(self) -> BlockMap:
+        """What every physical block is, at one moment: it waits for the verbs that are under way, and
+        those that come meanwhile wait for it (about a millisecond for 90,000 blocks). What a step in
+        flight has been told to do counts as done: blocks that it copies or writes are those of their
+        new owners already. O(blocks), however often each is shared."""
 
     # -- compaction ------------------------------------------------------------------------
     def plan_free_run(self, num_blocks: int, *, max_blocks: int | None = None) -> Plan:
@@ -745,6 +751,46 @@ class Quote:
         """Blocks that are empty or could be evicted for it (matched ones not counted)."""
     @property
     def num_cached_tokens(self) -> int: ...
+
+@final
+class BlockMap:
+    """What every physical block is, by its number, at one moment. Each array has one entry a block:
+    ``num_blocks``, and one more where the null block is not behind the last."""
+
+    STATES: ClassVar[list[str]]
+    """Names of the numbers in ``states``: empty, destined, in_use, cached, fenced, offline, null."""
+    HELD: ClassVar[int]
+    """Flag: empty, and kept behind a sequence to grow into."""
+    PINNED: ClassVar[int]
+    """Flag: pinned, by something else than a lease."""
+    LEASED: ClassVar[int]
+    """Flag: a transfer holds it."""
+    MOVING: ClassVar[int]
+    """Flag: source of a move in flight."""
+    PUBLISHED: ClassVar[int]
+    """Flag: in the prefix index."""
+    EVICTABLE: ClassVar[int]
+    """Flag: cached, and may be evicted now. Empty and evictable blocks are the available ones."""
+    @property
+    def states(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n]: places in ``STATES``."""
+    @property
+    def references(self) -> npt.NDArray[np.int32]:
+        """int32 [n]: mappings, pins, leases and moves of each block, as of ``MMU.references``."""
+    @property
+    def sequences(self) -> npt.NDArray[np.int64]:
+        """int64 [n]: id of a sequence that maps the block, -1 where none does. Of several it is one
+        that maps it by the largest page."""
+    @property
+    def logical(self) -> npt.NDArray[np.int32]:
+        """int32 [n]: which logical block of that sequence it is; -1."""
+    @property
+    def orders(self) -> npt.NDArray[np.int8]:
+        """int8 [n]: log2 of the blocks of the page by which that sequence maps it; -1."""
+    @property
+    def flags(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n]: the flags of this class, added up."""
+    def __len__(self) -> int: ...
 
 @final
 class Measure:

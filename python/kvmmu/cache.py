@@ -52,6 +52,7 @@ from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
 from .pace import Pace
+from .snapshots import Snapshot, snapshot
 from .storage import Storage
 from .transfer import block_runs, byte_ranges
 
@@ -1252,6 +1253,11 @@ class KVCache(Bound):
     def overdue_leases(self) -> list[Lease]:
         """Leases past their timeout; they are kept."""
         return self._leases.overdue()
+
+    def snapshot(self) -> Snapshot:
+        """The whole memory as it is now, to look at later: JSON, or a file for PyTorch's memory
+        viewer."""
+        return snapshot(self.mmu, self.storage)
 
     def validate(self) -> None:
         """Recounts everything (slow); raises InternalError."""

@@ -60,6 +60,7 @@ def examine() -> list[Finding]:
         _self_check(),
         _package("typer", "command line", "kvmmu[cli]"),
         _package("rich", "tables and progress", "kvmmu[cli]"),
+        _package("plotly", "pages of --html", "kvmmu[html]"),
         _package("hypothesis", "fuzzing of allocators", "kvmmu[testing]"),
         _package("torch", "KVCache on tensors", "kvmmu[torch]"),
         _driver(found),

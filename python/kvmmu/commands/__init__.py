@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import _core
-from . import doctor, fuzz, replay, soak
+from . import doctor, fuzz, map, replay, soak
 
 __all__ = ["app"]
 
@@ -45,4 +45,5 @@ def _kvmmu(
 app.command(name="doctor")(doctor.doctor)
 app.command(name="replay")(replay.replay)
 app.command(name="soak")(soak.soak)
+app.command(name="map")(map.map_)
 app.command(name="fuzz")(fuzz.fuzz)

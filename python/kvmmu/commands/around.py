@@ -34,6 +34,7 @@ __all__ = [
     "show",
     "stop_on_ctrl_c",
     "write_json",
+    "write_text",
 ]
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -101,6 +102,14 @@ def write_json(file: str, figures: dict[str, Any]) -> None:
         Path(file).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidConfig(f"--json: {file} cannot be written: {error.strerror}") from None
+
+
+def write_text(file: str, text: str, option: str) -> None:
+    """Something for people, to a file."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidConfig(f"{option}: {file} cannot be written: {error.strerror}") from None
 
 
 @contextmanager

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich.console
 import rich.progress
 import typer
 
 from ..errors import InvalidConfig
+from ..pictures import History, Run, check_library, page
 from ..replay import sample as samples
 from ..replay import traces
 from ..replay.metrics import Totals
@@ -33,12 +34,28 @@ from .around import (
     show,
     stop_on_ctrl_c,
     write_json,
+    write_text,
 )
 
 __all__ = ["replay"]
 
 BLOCKS = 90_000
 BLOCKS_FOR_SAMPLE = 2_048
+
+
+DEFINITIONS = {
+    "finished": "requests that were served to their end",
+    "refused": "requests that can never run in this pool",
+    "preempted": "times that a running request was thrown out and computed again",
+    "prefix_hit_rate": "share of full prompt blocks that were found cached",
+    "memory_in_use": "share of the pool, mean over steps",
+    "fragmentation_ratio": "1 - longest available run / available blocks, mean over steps",
+    "runs_a_sequence": "groups of consecutive blocks, mean over steps",
+    "huge_cover": "share of complete regions of 512 blocks that one huge page maps",
+    "moves_a_step": "blocks that were moved",
+    "us_a_step": "microseconds inside kvmmu, on this machine",
+}
+"""Of the page's table."""
 
 
 class Sample(Enum):
@@ -135,6 +152,15 @@ def replay(
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the figures.", show_default=False),
     ] = None,
+    html_file: Annotated[
+        str | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write a page with the memory over time (needs kvmmu[html]).",
+            show_default=False,
+        ),
+    ] = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave bad lines of a trace out, count them.")
     ] = False,
@@ -175,6 +201,7 @@ def replay(
         in_range("minutes", minutes, 0.01, 24 * 60)
         if json_file is not None:
             check_writable(json_file)
+        history = None if html_file is None else _history(html_file, one_at_a_time)
         requests = _requests(trace, sample, seed, rate, minutes, limit, skip_bad_lines)
         with stop_on_ctrl_c() as stopped, _progress(quiet, len(requests)) as advance:
 
@@ -182,9 +209,14 @@ def replay(
                 advance(totals)
                 return stopped()
 
-            figures = run_replay(requests, options, watch=watch, say=complain)
+            figures = run_replay(requests, options, watch=watch, say=complain, onlooker=history)
         if json_file is not None:
             write_json(json_file, figures)
+        if html_file is not None and history is not None:
+            named = trace or (
+                "the small sample" if sample is Sample.small else "the sample 'article'"
+            )
+            write_text(html_file, _page(named, figures, history), "--html")
         if not quiet:
             show(table(figures))
         if figures["interrupted"]:
@@ -199,6 +231,41 @@ def replay(
                 f"guarantee broken in {figures['guarantee_broken']} steps"
             )
             raise typer.Exit(CHECK_FAILED)
+
+
+def _history(file: str, one_at_a_time: bool) -> History:
+    """Says before the run what would keep the page from being written after it."""
+    if one_at_a_time:
+        raise InvalidConfig(
+            "--html: not with --one-at-a-time, which has no clock to show memory along"
+        )
+    check_library()
+    check_writable(file, "--html")
+    return History()
+
+
+def _page(named: str, figures: dict[str, Any], history: History) -> str:
+    options, steps = figures["options"], max(figures["steps"], 1)
+    of_interest = {
+        "finished": figures["finished"],
+        "refused": figures["refused"],
+        "preempted": figures["preempted"],
+        "prefix_hit_rate": figures["prefix_hit_rate"],
+        "memory_in_use": figures["live_mean"] / options["blocks"],
+        "fragmentation_ratio": figures["fragmentation_ratio_mean"],
+        "runs_a_sequence": figures["runs_per_sequence_mean"],
+        "huge_cover": figures["huge_cover"],
+        "moves_a_step": figures["moved_blocks"] / steps,
+        "us_a_step": figures["mmu_us_per_step"]["mean"],
+    }
+    policy = "compaction" if options["compaction"] else "no compaction"
+    run = Run(policy, of_interest, history, DEFINITIONS)
+    about = (
+        f"{figures['requests']:,} requests, {options['blocks']:,} blocks of "
+        f"{options['block_size']} tokens, steps of {options['step_ms']:g} ms, seed "
+        f"{options['seed']}, placement {options['placement']}. Simulated time, real decisions."
+    )
+    return page(f"Simulated replay of {named}", [run], about=about)
 
 
 def _orders(text: str) -> tuple[int, ...]:

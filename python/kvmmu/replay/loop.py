@@ -86,6 +86,8 @@ class Serving:
         """What the head of the queue waits for, as long as nothing has changed."""
         self._shape_since: int | None = None
         self._restarted = -math.inf
+        self._moved = 0
+        """Blocks moved since the last look."""
         self._running = Running(machine.block_table.shape[0], contents=options.contents)
         self._returning = Returning(self._mmu, options) if options.spare is not None else None
         self._seen: SeenRows | None = None
@@ -389,6 +391,7 @@ class Serving:
             return
         totals.compactions += moved > 0
         totals.moved_by_step.append(moved)
+        self._moved += moved
         if moved and self._stuck_on == "shape":
             self._stuck_on = None
         if options.guarantee is not None:
@@ -558,3 +561,18 @@ class Serving:
             totals.runs_sum += measure.runs_per_sequence
             totals.runs_steps += 1
         totals.add_pages(measure)
+        if self._mmu.onlooker is not None:
+            self._mmu.sample(
+                totals.simulated_s,
+                ratio=measure.ratio_available,
+                free_windows=measure.free_windows,
+                waiting=len(self._queue),
+                running=self._running.n,
+                moves=self._moved / self._options.measure_every,
+                live=live,
+                runs=measure.runs_per_sequence if measure.sequences else math.nan,
+                huge_cover=measure.pages.get(9, 0) / measure.regions
+                if measure.regions
+                else math.nan,
+            )
+        self._moved = 0

@@ -14,17 +14,17 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from time import perf_counter_ns
-from typing import TypedDict, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .._core import MMU, BlockTables, Measure, Plan, Quote, SequenceInfo
+from .._core import MMU, BlockMap, BlockTables, Measure, Plan, Quote, SequenceInfo
 from ..compaction import compact, run_plan
 from ..movers import SupportsMove
 from .faults import FaultyMover, InjectedFault
 
-__all__ = ["LONG_PROMPT", "SHORT", "Shape", "TimedMMU", "Totals"]
+__all__ = ["LONG_PROMPT", "SHORT", "Onlooker", "Shape", "TimedMMU", "Totals"]
 
 SHORT, LONG_PROMPT = 2_000, 100_000
 """Tokens: sequences of at most and of more than so many are counted apart."""
@@ -39,6 +39,20 @@ class Shape(TypedDict, total=False):
     contiguous: int
 
 
+class Onlooker(Protocol):
+    """Sees a run go by: a :class:`kvmmu.pictures.History`, for one."""
+
+    def sample(self, simulated_s: float, mmu: MMU, **series: float) -> None:
+        """A step has ended; numbers of this step by name."""
+
+    def wants(self, moves: int) -> bool:
+        """Whether to look before and after a pass of so many moves."""
+        ...
+
+    def compaction(self, before: BlockMap, after: BlockMap) -> None:
+        """Such a pass was made."""
+
+
 class TimedMMU:
     """An MMU with a stop watch. :meth:`lap` closes a step and remembers its time."""
 
@@ -46,6 +60,8 @@ class TimedMMU:
         self._mmu = mmu
         self._mover = mover
         self.faults = mover if isinstance(mover, FaultyMover) else None
+        self.onlooker: Onlooker | None = None
+        """Told of every step (:meth:`sample`) and of passes that it wants; its time is not ours."""
         self.total_ns = 0
         self._lap_from = 0
         self.laps = array("q")
@@ -154,7 +170,9 @@ class TimedMMU:
         if self.faults is not None:
             self.faults.passes = True
         try:
-            return compact(self._mmu, self._mover)
+            if self.onlooker is None:
+                return compact(self._mmu, self._mover)
+            return self._compact_seen(self.onlooker)
         except InjectedFault:
             return None
         finally:
@@ -165,6 +183,27 @@ class TimedMMU:
     def run_plan(self, plan: Plan) -> int:
         """Carries out a plan that somebody asked for."""
         return self.timed(lambda mmu: run_plan(mmu, self._mover, plan))
+
+    def _compact_seen(self, onlooker: Onlooker) -> int:
+        """:func:`compact`, with a look before and after the passes that the onlooker wants."""
+        plan = self._mmu.plan_compaction()
+        if plan is None:
+            return 0
+        if not onlooker.wants(len(plan)):
+            return run_plan(self._mmu, self._mover, plan)
+        looking = perf_counter_ns()
+        before = self._mmu.block_map()
+        self.total_ns -= perf_counter_ns() - looking
+        moved = run_plan(self._mmu, self._mover, plan)
+        looking = perf_counter_ns()
+        onlooker.compaction(before, self._mmu.block_map())
+        self.total_ns -= perf_counter_ns() - looking
+        return moved
+
+    def sample(self, simulated_s: float, **series: float) -> None:
+        """Tells the onlooker of a step, if there is one."""
+        if self.onlooker is not None:
+            self.onlooker.sample(simulated_s, self._mmu, **series)
 
     def guarantee(self) -> dict[str, int]:
         return self.timed(lambda mmu: mmu.guarantee())

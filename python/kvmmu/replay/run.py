@@ -14,7 +14,7 @@ from typing import Any
 from .alone import Alone
 from .loop import Serving
 from .machine import Machine
-from .metrics import TimedMMU, Totals
+from .metrics import Onlooker, TimedMMU, Totals
 from .options import Options
 from .report import figures
 from .traces import Trace
@@ -46,6 +46,7 @@ def serve(
     say: Callable[[str], None] = lambda sentence: None,
     until_s: float | None = None,
     warm_up_s: float = 0.0,
+    onlooker: Onlooker | None = None,
 ) -> Served:
     """Runs a trace.
 
@@ -56,6 +57,7 @@ def serve(
         say: told of the first mismatches.
         until_s: simulated seconds after which the run ends; None: when all have finished.
         warm_up_s: simulated seconds of which nothing is counted.
+        onlooker: told of every step, and of passes of compaction; not of requests one at a time.
 
     Raises:
         InvalidConfig: the machine does not have the memory for this.
@@ -74,6 +76,7 @@ def serve(
         longest *= 2  # at most: an output is rounded up
     slots = min(slots, options.blocks * options.block_size + rows)
     machine = Machine(options, rows=rows, longest=longest, slots=slots)
+    machine.mmu.onlooker = onlooker
     verifier = Verifier(machine, totals, options.seed, say) if options.verify else None
     if options.one_at_a_time:
         Alone(trace, options, machine, totals, verifier, watch).run()
@@ -90,11 +93,12 @@ def replay(
     *,
     watch: Callable[[Totals], bool] = lambda totals: False,
     say: Callable[[str], None] = lambda sentence: None,
+    onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
     """Runs a whole trace; arguments and errors as for :func:`serve`.
 
     Returns:
         the figures of :mod:`.report`.
     """
-    served = serve(trace, options, watch=watch, say=say)
+    served = serve(trace, options, watch=watch, say=say, onlooker=onlooker)
     return figures(trace, options, served.totals, served.mmu, served.wall_s)

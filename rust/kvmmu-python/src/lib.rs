@@ -32,7 +32,7 @@ mod _core {
     #[pymodule_export]
     use super::tables::{BlockTables, DirtyRows};
     #[pymodule_export]
-    use super::values::{Measure, Moves, Plan, Quote, SequenceInfo};
+    use super::values::{BlockMap, Measure, Moves, Plan, Quote, SequenceInfo};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -11,7 +11,7 @@ use crate::convert::{self, array, count, integer, keys, optional, ratio, share};
 use crate::errors::core_error;
 use crate::guard::Guard;
 use crate::tables::BlockTables;
-use crate::values::{self, Measure, Moves, Plan, Quote, SequenceInfo, internal};
+use crate::values::{self, BlockMap, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -426,6 +426,11 @@ impl MMU {
 
     fn measure(&self, py: Python<'_>) -> PyResult<Measure> {
         self.long(py, |core| Ok(core.measure())).map(Measure)
+    }
+
+    fn block_map(&self, py: Python<'_>) -> PyResult<BlockMap> {
+        let map = self.long(py, |core| Ok(core.block_map()))?;
+        Ok(BlockMap::new(py, map))
     }
 
     // -- compaction --------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 //! Plain values that the manager returns.
 
 use kvmmu::compact::measure::Runs;
-use numpy::{IntoPyArray, PyArray1, PyArray2};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -151,6 +151,78 @@ impl Quote {
     }
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
+    }
+}
+
+/// What every block is, as arrays.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct BlockMap {
+    states: Py<PyArray1<u8>>,
+    references: Py<PyArray1<i32>>,
+    sequences: Py<PyArray1<i64>>,
+    logical: Py<PyArray1<i32>>,
+    orders: Py<PyArray1<i8>>,
+    flags: Py<PyArray1<u8>>,
+}
+
+impl BlockMap {
+    pub fn new(py: Python<'_>, map: kvmmu::BlockMap) -> Self {
+        Self {
+            states: map.states.into_pyarray(py).unbind(),
+            references: blocks(py, map.references).unbind(), // below 2^27
+            sequences: map.sequences.into_pyarray(py).unbind(),
+            logical: map.logical.into_pyarray(py).unbind(),
+            orders: map.orders.into_pyarray(py).unbind(),
+            flags: map.flags.into_pyarray(py).unbind(),
+        }
+    }
+}
+
+#[pymethods]
+impl BlockMap {
+    #[classattr]
+    const STATES: [&'static str; 7] = [
+        "empty", "destined", "in_use", "cached", "fenced", "offline", "null",
+    ];
+    #[classattr]
+    const HELD: u8 = kvmmu::BlockMap::HELD;
+    #[classattr]
+    const PINNED: u8 = kvmmu::BlockMap::PINNED;
+    #[classattr]
+    const LEASED: u8 = kvmmu::BlockMap::LEASED;
+    #[classattr]
+    const MOVING: u8 = kvmmu::BlockMap::MOVING;
+    #[classattr]
+    const PUBLISHED: u8 = kvmmu::BlockMap::PUBLISHED;
+    #[classattr]
+    const EVICTABLE: u8 = kvmmu::BlockMap::EVICTABLE;
+
+    #[getter]
+    fn states(&self, py: Python<'_>) -> Py<PyArray1<u8>> {
+        self.states.clone_ref(py)
+    }
+    #[getter]
+    fn references(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.references.clone_ref(py)
+    }
+    #[getter]
+    fn sequences(&self, py: Python<'_>) -> Py<PyArray1<i64>> {
+        self.sequences.clone_ref(py)
+    }
+    #[getter]
+    fn logical(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.logical.clone_ref(py)
+    }
+    #[getter]
+    fn orders(&self, py: Python<'_>) -> Py<PyArray1<i8>> {
+        self.orders.clone_ref(py)
+    }
+    #[getter]
+    fn flags(&self, py: Python<'_>) -> Py<PyArray1<u8>> {
+        self.flags.clone_ref(py)
+    }
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.states.bind(py).len()
     }
 }
 

@@ -44,11 +44,13 @@
 //! | `state` | [`Mmu`] itself, its locks, and the block transitions that verbs share |
 //! | [`sequence`] | the verbs on sequences: open, append, prepare, fork, truncate, close, steps |
 //! | [`compact`] | measure, plan, and the transaction of moves |
+//! | `block_map`, `validate` | the whole state at one look: as a picture, and recounted |
 //!
 //! Arrows go down only, as the table is written: a room uses rooms above it in the table.
 
 #![forbid(unsafe_code)]
 
+mod block_map;
 pub mod compact;
 mod config;
 mod error;
@@ -61,6 +63,7 @@ mod sync;
 pub mod table;
 mod validate;
 
+pub use block_map::BlockMap;
 pub use compact::{Goal, Measure, Moves, Plan};
 pub use config::{
     Config, Eviction, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES,

@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 
 use thiserror::Error;
 
+use crate::BlockMap;
 use crate::pool::{State, States, Word};
 use crate::sequence::{RowBuffers, Rows};
 use crate::state::{Mmu, NONE, ORDERS, PageOf, Shared, id, parse};
@@ -46,6 +47,7 @@ impl Mmu {
         let mappings = self.check_sequences()?;
         let held = self.check_holds(&mappings)?;
         self.check_blocks(&shared, &mappings, &held)?;
+        self.check_block_map(&shared, &mappings, &held)?;
         self.check_order(&shared)?;
         self.check_moves(&shared)?;
         self.check_guarantee(&shared)?;
@@ -314,6 +316,81 @@ impl Mmu {
             nodes == entries && nodes <= published,
             "{nodes} prefix nodes, {entries} by hash, {published} blocks"
         );
+        Ok(())
+    }
+
+    /// The map of all blocks says the same as words, tables, pins, leases and holds.
+    fn check_block_map(&self, shared: &Shared, mappings: &Mappings, holds: &HashSet<u32>) -> Check {
+        let map = self.block_map_at_rest(shared);
+        let count = |of: &HashMap<u32, u32>, block: u32| of.get(&block).copied().unwrap_or(0);
+        for block in 0..self.config.span() {
+            let at = block as usize;
+            let (state, flags) = (map.states[at], map.flags[at]);
+            let has = |flag: u8| flags & flag != 0;
+            let (held, null) = (holds.contains(&block), block == self.null_block());
+            let wanted = match self.pool.state(block) {
+                _ if null => BlockMap::NULL,
+                _ if held => BlockMap::EMPTY,
+                State::Empty => BlockMap::EMPTY,
+                State::Destined => BlockMap::DESTINED,
+                State::InUse => BlockMap::IN_USE,
+                State::Cached => BlockMap::CACHED,
+                State::Fenced => BlockMap::FENCED,
+                State::Offline => BlockMap::OFFLINE,
+            };
+            ensure!(
+                state == wanted,
+                "the map says {state} of block {block}, its word {wanted}"
+            );
+            let (mapped, pins) = (count(&mappings.blocks, block), count(&shared.pins, block));
+            let leases = count(&shared.leased, block);
+            let moves = u32::from(shared.moving.contains_key(&block));
+            let (references, counted) = (map.references[at], mapped + pins + moves);
+            ensure!(
+                references == counted,
+                "the map says {references} references of block {block}, counted are {counted}"
+            );
+            let expected = [
+                (BlockMap::HELD, held),
+                (BlockMap::PINNED, pins > leases),
+                (BlockMap::LEASED, leases > 0),
+                (BlockMap::MOVING, moves > 0),
+                (BlockMap::PUBLISHED, shared.index.is_published(block)),
+                (BlockMap::EVICTABLE, self.pool.is_evictable(block)),
+            ];
+            for (flag, wanted) in expected {
+                ensure!(
+                    has(flag) == wanted,
+                    "the map says flags {flags} of block {block}, flag {flag} should be {wanted}"
+                );
+            }
+            let largest = (0..ORDERS as u32)
+                .rev()
+                .find(|&order| mappings.pages.contains_key(&(order, block >> order)));
+            let order = u32::try_from(map.orders[at]).ok();
+            ensure!(
+                order == largest,
+                "the map says block {block} lies in a page of order {order:?}, mapped is {largest:?}"
+            );
+            let (sequence, logical) = (map.sequences[at], map.logical[at]);
+            let Some(order) = order else {
+                ensure!(
+                    sequence == -1 && logical == -1,
+                    "the map says block {block} is {logical} of {sequence}, nobody maps it"
+                );
+                continue;
+            };
+            let whose = parse(sequence).and_then(|(generation, slot)| {
+                let seq = lock(self.slots.get(slot as usize)?);
+                let range = seq.first as i32..self.blocks_for(seq.tokens) as i32;
+                let open = seq.open && seq.generation == generation && range.contains(&logical);
+                open.then(|| self.table.get(seq.space, logical as u32))
+            });
+            ensure!(
+                whose.is_some_and(|pte| pte.block() == block && pte.order() == order),
+                "the map says block {block} is {logical} of {sequence} by order {order}, there is {whose:?}"
+            );
+        }
         Ok(())
     }
 
