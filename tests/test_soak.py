@@ -426,7 +426,9 @@ def test_runs_in_processes_are_what_they_are_alone() -> None:
     found = soak(tasks, processes=2, watch=watch)
     alone = [soak_one(task) for task in tasks]
     for one, other in zip(found, alone, strict=True):
-        assert one["policy"] == other["policy"] and one["moved_blocks"] == other["moved_blocks"]
+        figures = one.figures
+        assert figures["policy"] == other["policy"]
+        assert figures["moved_blocks"] == other["moved_blocks"]
     assert told
 
 

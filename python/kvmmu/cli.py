@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from .errors import MissingExtra
+
 __all__ = ["main"]
 
 
@@ -20,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         from .commands import app
+    except MissingExtra as error:
+        print(f"kvmmu: {error}", file=sys.stderr)
+        return 2
     except ImportError as error:
         missing = (error.name or "").split(".")[0]
         if missing not in ("typer", "rich"):

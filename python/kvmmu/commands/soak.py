@@ -16,14 +16,17 @@ import rich.progress
 import typer
 
 from ..errors import InvalidConfig
+from ..pictures import Run, check_library, page
 from ..replay import traces
 from ..replay.options import in_range
 from ..soak import scenario as scenarios
 from ..soak.concurrency import PROBE_HOURS, PROBES, sustained
+from ..soak.figures import MEASURES
 from ..soak.policies import chosen
-from ..soak.report import definitions, published, rates, table
-from ..soak.run import Task, soak_one
+from ..soak.report import definitions, published, rates, shown, table
+from ..soak.run import Task
 from ..soak.sensitivity import sensitivity, variants
+from ..soak.together import Soaked, alone
 from ..soak.together import soak as run_soak
 from ..soak.workload import requests
 from .around import (
@@ -33,6 +36,7 @@ from .around import (
     show,
     stop_on_ctrl_c,
     write_json,
+    write_text,
 )
 
 __all__ = ["soak"]
@@ -90,6 +94,15 @@ def soak(
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the figures.", show_default=False),
     ] = None,
+    html_file: Annotated[
+        str | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write a page with the memory over time (needs kvmmu[html]).",
+            show_default=False,
+        ),
+    ] = None,
     print_scenario: Annotated[
         bool, typer.Option("--show", help="Print the scenario's file, to copy and change.")
     ] = False,
@@ -122,17 +135,30 @@ def soak(
             raise InvalidConfig("--sensitivity: given with --concurrency, allowed: one of the two")
         if json_file is not None:
             check_writable(json_file)
+        if html_file is not None:
+            if concurrency or sensitive:
+                raise InvalidConfig("--html: not with --concurrency or --sensitivity")
+            check_library()
+            check_writable(html_file, "--html")
         read = None if trace is None else traces.read(trace)
         first = Task(loaded, policies[0].name, seed, hours, rate, read, verify)
         requests(loaded, seed, trace=read, rate=rate)  # says what is missing before anything runs
-        tasks = [replace(first, policy=one.name) for one in policies]
+        pictured = html_file is not None
+        tasks = [replace(first, policy=one.name, history=pictured) for one in policies]
         with stop_on_ctrl_c() as stopped:
             if concurrency:
                 figures = _concurrency(tasks, probes, processes, stopped, quiet=quiet)
             elif sensitive:
                 figures = _sensitivity(first, processes, stopped, quiet=quiet)
             else:
-                figures = _policies(scenario, tasks, processes, stopped, quiet=quiet)
+                soaked = _policies(tasks, processes, stopped, quiet=quiet)
+                results = [one.figures for one in soaked]
+                if html_file is not None:
+                    write_text(html_file, _page(loaded, soaked), "--html")
+                if not quiet:
+                    _show(scenario, loaded, results)
+                stopped_early = any(one["interrupted"] for one in results)
+                figures = {"policies": results, "interrupted": stopped_early}
         figures = {"scenario": loaded.model_dump(mode="json"), **figures}
         if json_file is not None:
             write_json(json_file, figures)
@@ -141,31 +167,39 @@ def soak(
 
 
 def _policies(
-    name: str,
-    tasks: Sequence[Task],
-    processes: int | None,
-    stopped: Callable[[], bool],
-    *,
-    quiet: bool,
-) -> dict[str, Any]:
+    tasks: Sequence[Task], processes: int | None, stopped: Callable[[], bool], *, quiet: bool
+) -> list[Soaked]:
     with _progress(quiet, [task.policy for task in tasks], tasks) as advance:
-        results = _run(tasks, processes, lambda told: advance(told) or stopped())
-    if not quiet:
-        show(table(tasks[0].scenario, results))
-        beside = published(name)
-        if beside is not None:
-            show(beside)
-        show("What the rows and policies mean: kvmmu soak --definitions. All of it is simulated.")
-    return {"policies": results, "interrupted": any(one["interrupted"] for one in results)}
+        if len(tasks) == 1:  # one run needs no second process
+            return [alone(tasks[0], lambda told: advance([told]) or stopped())]
+        return run_soak(tasks, processes=processes, watch=lambda told: advance(told) or stopped())
 
 
-def _run(
-    tasks: Sequence[Task], processes: int | None, watch: Callable[[Sequence[float]], bool]
-) -> list[dict[str, Any]]:
-    """One run needs no second process."""
-    if len(tasks) == 1:
-        return [soak_one(tasks[0], lambda simulated_s, totals: watch([simulated_s]))]
-    return run_soak(tasks, processes=processes, watch=watch)
+def _show(name: str, scenario: scenarios.Scenario, results: Sequence[dict[str, Any]]) -> None:
+    show(table(scenario, results))
+    beside = published(name)
+    if beside is not None:
+        show(beside)
+    show("What the rows and policies mean: kvmmu soak --definitions. All of it is simulated.")
+
+
+def _page(scenario: scenarios.Scenario, soaked: Sequence[Soaked]) -> str:
+    meanings = {measure.label.strip(): measure.meaning for measure in MEASURES}
+    runs = [
+        Run(
+            policy=one.figures["policy"],
+            figures={
+                measure.label.strip(): shown(measure, one.figures[measure.name])
+                for measure in MEASURES
+            },
+            history=one.history,
+            definitions=meanings,
+        )
+        for one in soaked
+    ]
+    first = soaked[0].figures
+    about = f"{scenario.about} {first['simulated_s'] / 3600:.2f} hours, seed {first['seed']}."
+    return page(scenario.title, runs, about=about)
 
 
 def _concurrency(
@@ -199,9 +233,8 @@ def _sensitivity(
     labels = [f"{one.what} {one.value}, {one.task.policy}" for one in planned]
     tasks = [one.task for one in planned]
     with _progress(quiet, labels, tasks) as advance:
-        results = run_soak(
-            tasks, processes=processes, watch=lambda told: advance(told) or stopped()
-        )
+        soaked = run_soak(tasks, processes=processes, watch=lambda told: advance(told) or stopped())
+    results = [one.figures for one in soaked]
     if not quiet:
         show(sensitivity(planned, results))
     return {

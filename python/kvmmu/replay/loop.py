@@ -567,6 +567,8 @@ class Serving:
                 ratio=measure.ratio_available,
                 free_windows=measure.free_windows,
                 waiting=len(self._queue),
+                waits_for_shape=len(self._queue) if self._stuck_on == "shape" else 0,
+                waits_for_memory=len(self._queue) if self._stuck_on == "memory" else 0,
                 running=self._running.n,
                 moves=self._moved / self._options.measure_every,
                 live=live,

@@ -101,8 +101,8 @@ def sustained(
     searches = [_Search(task) for task in tasks]
     for _ in range(probes):
         found = soak([search.probe() for search in searches], processes=processes, watch=watch)
-        for search, figures in zip(searches, found, strict=True):
-            if figures["interrupted"]:
+        for search, soaked in zip(searches, found, strict=True):
+            if soaked.figures["interrupted"]:
                 return [search.result() for search in searches]
-            search.learn(figures)
+            search.learn(soaked.figures)
     return [search.result() for search in searches]

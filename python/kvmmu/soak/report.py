@@ -17,7 +17,7 @@ from .scenario import Scenario
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ARTICLES", "definitions", "rates", "table"]
+__all__ = ["ARTICLES", "definitions", "published", "rates", "shown", "table"]
 
 ARTICLES = {
     "article-128k": (

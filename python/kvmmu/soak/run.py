@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..replay.metrics import Totals
+from ..replay.metrics import Onlooker, Totals
 from ..replay.options import Options
 from ..replay.run import serve
 from ..replay.traces import Trace
@@ -38,6 +38,7 @@ class Task:
         trace: the real one, where the scenario takes one.
         verify: store bytes and read them back.
         budget_blocks: most blocks that a pass moves; None: the default.
+        history: keep what pictures of the memory are made of.
         stop_at_timeouts: end early when so many requests of more than 100,000 tokens have left:
             the bisection of :mod:`.concurrency` knows enough then.
     """
@@ -51,6 +52,7 @@ class Task:
     verify: bool = False
     budget_blocks: int | None = None
     windows_below: float | None = None
+    history: bool = False
     stop_at_timeouts: int | None = None
 
     @property
@@ -92,12 +94,15 @@ def options_of(task: Task, policy: Chosen) -> Options:
 
 
 def soak_one(
-    task: Task, watch: Callable[[float, Totals], bool] = lambda simulated_s, totals: False
+    task: Task,
+    watch: Callable[[float, Totals], bool] = lambda simulated_s, totals: False,
+    onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
     """Runs it.
 
     Args:
         watch: told how far it is, in simulated seconds; returns True to stop.
+        onlooker: told of the memory about once a simulated second, and of passes of compaction.
 
     Returns:
         the figures of :mod:`.figures`.
@@ -123,5 +128,6 @@ def soak_one(
         watch=look,
         until_s=task.simulated_s,
         warm_up_s=min(scenario.warm_up, task.simulated_s / 4),
+        onlooker=onlooker,
     )
     return figures(task, policy, options, trace, served)

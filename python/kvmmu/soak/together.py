@@ -15,16 +15,32 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from typing import Any
 
 from ..errors import InternalError
+from ..pictures import History
 from ..replay.metrics import Totals
 from .run import Task, soak_one
 
-__all__ = ["soak"]
+__all__ = ["Soaked", "alone", "soak"]
 
 POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    """What a run comes to.
+
+    Attributes:
+        figures: see :mod:`.figures`.
+        history: of the memory, for pictures, where the task asked for it.
+    """
+
+    figures: dict[str, Any]
+    history: History | None = None
+
 
 _told: SynchronizedArray[float]
 _stopping: Synchronized[int]
@@ -35,7 +51,7 @@ def soak(
     *,
     processes: int | None = None,
     watch: Callable[[Sequence[float]], bool] = lambda simulated_s: False,
-) -> list[dict[str, Any]]:
+) -> list[Soaked]:
     """Runs all tasks.
 
     Args:
@@ -44,7 +60,7 @@ def soak(
             stop them all after their present steps.
 
     Returns:
-        the figures of each task, in their order.
+        what became of each task, in their order.
 
     Raises:
         whatever a run raises; the others are stopped.
@@ -55,11 +71,11 @@ def soak(
     context = multiprocessing.get_context("spawn")
     told = context.Array("d", len(tasks))
     stopping = context.Value("i", 0)
-    results: list[dict[str, Any]] = [{} for _ in tasks]
+    results: dict[int, Soaked] = {}
     with ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(told, stopping)
     ) as pool:
-        numbers: dict[Future[dict[str, Any]], int] = {
+        numbers: dict[Future[Soaked], int] = {
             pool.submit(_one, number, task): number for number, task in enumerate(tasks)
         }
         waiting = set(numbers)
@@ -79,7 +95,7 @@ def soak(
             stopping.value = 1
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return results
+    return [results[number] for number in range(len(tasks))]
 
 
 def _begin(told: SynchronizedArray[float], stopping: Synchronized[int]) -> None:
@@ -89,11 +105,21 @@ def _begin(told: SynchronizedArray[float], stopping: Synchronized[int]) -> None:
     _told, _stopping = told, stopping
 
 
-def _one(number: int, task: Task) -> dict[str, Any]:
-    def watch(simulated_s: float, totals: Totals) -> bool:
+def _one(number: int, task: Task) -> Soaked:
+    def watch(simulated_s: float) -> bool:
         _told[number] = simulated_s
         return bool(_stopping.value)
 
-    figures = soak_one(task, watch)
+    soaked = alone(task, watch)
     _told[number] = task.simulated_s
-    return figures
+    return soaked
+
+
+def alone(task: Task, watch: Callable[[float], bool] = lambda simulated_s: False) -> Soaked:
+    """One run, in this process."""
+    history = History(every_steps=1) if task.history else None
+
+    def look(simulated_s: float, totals: Totals) -> bool:
+        return watch(simulated_s)
+
+    return Soaked(soak_one(task, look, history), history)
