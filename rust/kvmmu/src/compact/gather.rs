@@ -19,6 +19,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
+use super::measure::WINDOW;
 use super::windows::Picture;
 
 /// Consecutive blocks of a sequence that lie together.
@@ -100,6 +101,9 @@ pub fn gather(
 ) -> Vec<[u32; 2]> {
     let mut pairs = Vec::new();
     picture.sort_targets();
+    for run in runs.iter() {
+        picture.read(run.block / WINDOW);
+    }
     let mut most = budget;
     while (pairs.len() as u32) < budget && runs.len() > 1 {
         let left = budget - pairs.len() as u32;
@@ -235,15 +239,11 @@ pub fn room(picture: &Picture<'_>, runs: &[Run], most: u32) -> Option<Range<u32>
         let ours = own.partition_point(|&block| block < start);
         let end = own.get(ours).copied().unwrap_or(u32::MAX);
         let end = end.min(start.saturating_add(most));
-        let end = (start..end)
-            .find(|&block| picture.is_stuck(block))
-            .unwrap_or(end);
+        let end = picture.first_stuck(start..end).unwrap_or(end);
         if end - start < next.len {
             continue;
         }
-        let moves = (start..end)
-            .filter(|&block| picture.may_move(block))
-            .count() as u64;
+        let moves = u64::from(picture.movable_in(start..end));
         // In quarters: a long run is worth a little more.
         let cost = 4 * moves / u64::from(end - start);
         let order = (cost, Reverse(run.len));

@@ -112,6 +112,8 @@ impl Mmu {
                 window: 0,
             })
         })?;
+        // It evicts, and breaks holds.
+        picture.read_all();
         self.make_windows(shared, 1);
         if !self.pool.reserve(WINDOW) {
             return None;
