@@ -474,24 +474,32 @@ pub(super) struct Mapped<'a> {
 
 impl Neighbours for Mapped<'_> {
     fn run(&self, block: u32, most: u32) -> Together {
-        let Some((slot, at)) = self.mmu.first_mapping(self.shared, block) else {
+        let (mmu, table) = (self.mmu, &self.mmu.table);
+        let Some((page, loc)) = mmu.first_page(self.shared, block) else {
             return ().run(1, 1);
         };
-        let sequence = lock(&self.mmu.slots[slot as usize]);
-        let (space, index) = (sequence.space, sequence.space.logical_of(at));
-        let mapped = self.mmu.blocks_for(sequence.tokens);
-        let table = &self.mmu.table;
-        let before = (index > sequence.first).then(|| table.block(space, index - 1));
-        let entries = table.leaves(space, index, mapped.min(index + most));
-        let blocks = entries.flat_map(|entries| entries.blocks());
-        let together = (block..).zip(blocks).take_while(|&(at, block)| at == block);
-        let len = together.count() as u32;
-        let ends = index + len == mapped && self.mmu.has_holds();
-        Together {
-            len,
-            before,
-            spare: if ends { self.mmu.config.hold_blocks } else { 0 },
-        }
+        let inside = block - (page.1 << page.0);
+        // Single entries mostly tell by themselves.
+        let known = (page.0 < 9)
+            .then(|| table.around(loc + inside, block, most))
+            .flatten();
+        let (before, len, ends) = known.unwrap_or_else(|| {
+            let (slot, at) = table.whose(loc);
+            let sequence = lock(&mmu.slots[slot as usize]);
+            let (space, index) = (sequence.space, sequence.space.logical_of(at + inside));
+            let mapped = mmu.blocks_for(sequence.tokens);
+            let before = (index > sequence.first).then(|| table.block(space, index - 1));
+            let entries = table.leaves(space, index, mapped.min(index + most));
+            let blocks = entries.flat_map(|entries| entries.blocks());
+            let together = (block..).zip(blocks).take_while(|(at, block)| at == block);
+            let len = together.count() as u32;
+            (before, len, index + len == mapped)
+        });
+        let spare = match ends && mmu.has_holds() {
+            true => mmu.config.hold_blocks,
+            false => 0,
+        };
+        Together { len, before, spare }
     }
 }
 

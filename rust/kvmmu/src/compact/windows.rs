@@ -201,9 +201,8 @@ pub struct Picture<'a> {
     pub(super) groups: Vec<Group>,
     /// Of each window: 1 + its place among those that were read; 0: none.
     read: Vec<u32>,
-    /// The words of the windows that were read, eight each. Blocks that are taken for moves are not
-    /// empty here, and those that are moved not movable.
-    words: Vec<Sets>,
+    /// Blocks that are taken for moves are not empty here, and those that are moved not movable.
+    windows: Vec<Window>,
     /// Groups with live blocks that have empty ones, the fullest first; those that are being emptied
     /// are not among them.
     targets: Vec<u32>,
@@ -221,6 +220,13 @@ pub struct Picture<'a> {
     /// The last group, if it is a short one, may be filled even if nothing lies in it: it never counts
     /// as free.
     opens_short: bool,
+}
+
+/// The words of a window that were read, a bit in `read` for each.
+#[derive(Default)]
+struct Window {
+    read: u8,
+    words: [Sets; WORDS],
 }
 
 /// The `k` least of some keys, ascending.
@@ -250,7 +256,7 @@ impl<'a> Picture<'a> {
             size,
             align,
             read: vec![0; num_blocks.div_ceil(WINDOW) as usize],
-            words: Vec::new(),
+            windows: Vec::new(),
             targets: Vec::new(),
             more: false,
             filled: 0,
@@ -266,33 +272,50 @@ impl<'a> Picture<'a> {
     /// The word `at` as it is now.
     #[inline]
     fn sets(&self, at: usize) -> Sets {
-        match self.read[at / WORDS] {
-            0 => self.source.sets(at),
-            place => self.words[(place as usize - 1) * WORDS + at % WORDS],
+        let (window, word) = (at / WORDS, at % WORDS);
+        if let Some(place) = (self.read[window] as usize).checked_sub(1) {
+            let window = &self.windows[place];
+            if window.read >> word & 1 == 1 {
+                return window.words[word];
+            }
         }
+        self.source.sets(at)
     }
 
     /// The word of a block, to change it.
+    #[inline]
     fn sets_mut(&mut self, block: u32) -> &mut Sets {
-        self.read(block / WINDOW);
-        let place = self.read[(block / WINDOW) as usize] as usize - 1;
-        &mut self.words[place * WORDS + (block / 64) as usize % WORDS]
+        let at = (block / 64) as usize;
+        let source = self.source;
+        let (window, word) = (self.window_mut(block / WINDOW), at % WORDS);
+        if window.read >> word & 1 == 0 {
+            window.read |= 1 << word;
+            window.words[word] = source.sets(at);
+        }
+        &mut window.words[word]
+    }
+
+    fn window_mut(&mut self, window: u32) -> &mut Window {
+        let read = &mut self.read[window as usize];
+        if *read == 0 {
+            self.windows.push(Window::default());
+            *read = self.windows.len() as u32;
+        }
+        &mut self.windows[*read as usize - 1]
     }
 
     /// Reads a window now: what becomes of the source of it later is not seen.
     pub(super) fn read(&mut self, window: u32) {
-        let read = &mut self.read[window as usize];
-        if *read != 0 {
-            return;
-        }
-        *read = (self.words.len() / WORDS) as u32 + 1;
         let first = window as usize * WORDS;
         let end = self.num_blocks.div_ceil(64) as usize;
-        let words = (first..first + WORDS).map(|at| match at < end {
-            true => self.source.sets(at),
-            false => Sets::default(),
-        });
-        self.words.extend(words);
+        let source = self.source;
+        let window = self.window_mut(window);
+        for (word, at) in (first..end).take(WORDS).enumerate() {
+            if window.read >> word & 1 == 0 {
+                window.words[word] = source.sets(at);
+            }
+        }
+        window.read = u8::MAX;
     }
 
     /// Reads all windows that were not read yet.
