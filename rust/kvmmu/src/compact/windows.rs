@@ -30,7 +30,7 @@ const WORDS: usize = (WINDOW / 64) as usize;
 /// How many groups a pass tries to empty in which pieces do not fit elsewhere.
 const TRIES: u32 = 16;
 /// How many groups with room are put in order before it is known that more are needed.
-const TARGETS: usize = 64;
+const TARGETS: usize = 32;
 /// How many cached blocks are looked at for each destination that is wanted.
 const LOOKS: usize = 16;
 
@@ -212,6 +212,8 @@ pub struct Picture<'a> {
     filled: usize,
     /// Of each group: no longer run of empty blocks is in it.
     longest: Vec<u32>,
+    /// Of each group: no block before this one is empty.
+    first_empty: Vec<u32>,
     /// Cached blocks that moves go to.
     taken: HashSet<u32>,
     emptying: Vec<bool>,
@@ -261,6 +263,7 @@ impl<'a> Picture<'a> {
             more: false,
             filled: 0,
             longest: vec![u32::MAX; groups.len()],
+            first_empty: vec![0; groups.len()],
             taken: HashSet::new(),
             emptying: vec![false; groups.len()],
             received: vec![false; groups.len()],
@@ -333,6 +336,18 @@ impl<'a> Picture<'a> {
 
     fn next_movable(&self, range: Range<u32>) -> Option<Range<u32>> {
         next_run(|at| self.sets(at).movable, range)
+    }
+
+    /// The words of a group that lies in one window, from word `.0` of the pool on; they were read.
+    fn words_of(&self, group: u32) -> Option<(usize, &[Sets])> {
+        let blocks = self.blocks_of(group);
+        let (window, words) = (blocks.start / WINDOW, WORDS);
+        if (blocks.end - 1) / WINDOW != window {
+            return None;
+        }
+        let place = self.read[window as usize].checked_sub(1)?;
+        let window_words = &self.windows[place as usize].words;
+        Some((window as usize * words, window_words))
     }
 
     /// The blocks of a group.
@@ -440,8 +455,11 @@ impl<'a> Picture<'a> {
         let groups = (0..end).zip(&self.groups);
         let cost = groups
             .filter(|(_, it)| it.can_be_emptied() && wanted(it))
-            .map(|(at, it)| (it.movable, it.soon, at));
-        least(k as usize, cost).into_iter().map(|it| it.2).collect()
+            .map(|(at, it)| {
+                u128::from(it.movable) << 64 | u128::from(it.soon) << 32 | u128::from(at)
+            });
+        let order = least(k as usize, cost).into_iter();
+        order.map(|key| key as u32).collect()
     }
 
     /// Empties groups in this order: the moves, and how many are still to be made.
@@ -456,7 +474,8 @@ impl<'a> Picture<'a> {
             self.emptying[group as usize] = true;
         }
         self.sort_targets();
-        let mut pairs = Vec::new();
+        let live = order.iter().map(|&at| self.groups[at as usize].movable);
+        let mut pairs = Vec::with_capacity(live.sum::<u32>().min(max_moves) as usize);
         let mut remaining = 0;
         let mut stop = false;
         for &group in order {
@@ -494,18 +513,28 @@ impl<'a> Picture<'a> {
     /// find room for.
     fn pieces(&mut self, group: u32, lore: &Lore<'_>) -> Vec<(u32, Together)> {
         self.read_group(group);
-        let Range { start: mut at, end } = self.blocks_of(group);
-        let mut pieces = Vec::new();
-        while let Some(run) = self.next_movable(at..end) {
+        let blocks = self.blocks_of(group);
+        let (mut pieces, mut single) = (Vec::new(), Vec::new());
+        let mut each = |run: Range<u32>| {
             // What is one block need not be kept together.
             let together = match run.len() as u32 {
                 1 => ().run(run.start, 1),
                 most => lore.neighbours.run(run.start, most),
             };
-            pieces.push((run.start, together));
-            at = run.start + together.len;
+            match together.len {
+                1 => single.push((run.start, together)),
+                _ => pieces.push((run.start, together)),
+            }
+            run.start + together.len
+        };
+        match self.words_of(group) {
+            Some((first, words)) => {
+                each_run(|at| words[at - first].movable, blocks, &mut each);
+            }
+            None => each_run(|at| self.sets(at).movable, blocks, &mut each),
         }
         pieces.sort_by_key(|(_, together)| std::cmp::Reverse(together.len));
+        pieces.append(&mut single);
         pieces
     }
 
@@ -606,6 +635,7 @@ impl<'a> Picture<'a> {
         if !self.taken.remove(&block) {
             it.empty += 1;
             self.longest[group] = it.empty;
+            self.first_empty[group] = 0;
             self.filled = 0;
             self.sets_mut(block).empty |= bit(block);
         }
@@ -654,16 +684,19 @@ impl<'a> Picture<'a> {
     /// when they are needed.
     pub(super) fn sort_targets(&mut self) {
         let order = least(TARGETS, self.with_room());
-        self.targets = order.into_iter().map(|it| it.2).collect();
+        self.targets = order.into_iter().map(|key| key as u32).collect();
         self.more = self.targets.len() == TARGETS;
         self.filled = 0;
     }
 
-    /// The groups that something may be moved into, by the order in which they are.
-    fn with_room(&self) -> impl Iterator<Item = (bool, u32, u32)> {
+    /// The groups that something may be moved into, as keys by which they are sorted, with their number
+    /// in the lower half.
+    fn with_room(&self) -> impl Iterator<Item = u64> {
         let groups = (0u32..).zip(&self.groups);
         let groups = groups.filter(|(at, it)| it.empty > 0 && !self.is_closed(*at as usize));
-        groups.map(|(at, it)| (it.is_free(), it.available, at))
+        groups.map(|(at, it)| {
+            u64::from(it.is_free()) << 63 | u64::from(it.available) << 32 | u64::from(at)
+        })
     }
 
     /// The other groups behind the first of `targets`. Whether there are any.
@@ -672,12 +705,11 @@ impl<'a> Picture<'a> {
             return false;
         }
         let known: HashSet<u32> = self.targets.iter().copied().collect();
-        let mut rest: Vec<_> = self
-            .with_room()
-            .filter(|it| !known.contains(&it.2))
+        let mut rest: Vec<u64> = (self.with_room())
+            .filter(|&key| !known.contains(&(key as u32)))
             .collect();
         rest.sort_unstable();
-        self.targets.extend(rest.iter().map(|it| it.2));
+        self.targets.extend(rest.iter().map(|&key| key as u32));
         !rest.is_empty()
     }
 
@@ -703,8 +735,9 @@ impl<'a> Picture<'a> {
 
     /// These empty blocks are taken.
     fn take(&mut self, first: u32, n: u32) {
-        for block in first..first + n {
-            self.sets_mut(block).empty &= !bit(block);
+        let range = first..first + n;
+        for at in first / 64..range.end.div_ceil(64) {
+            self.sets_mut(at * 64).empty &= !mask(at as usize, &range);
         }
         self.fill((first / self.size) as usize, n);
     }
@@ -803,18 +836,27 @@ impl<'a> Picture<'a> {
                 continue;
             }
             self.read_group(group);
-            let Range { start: mut at, end } = self.blocks_of(group);
-            let mut longest = 0;
-            while let Some(run) = self.next_empty(at..end) {
-                longest = longest.max(run.len() as u32);
-                let shift = phase.wrapping_sub(run.start) & (page - 1);
-                let start = run.start + shift;
-                if start + n <= run.end {
-                    return Some(start);
-                }
-                at = run.end;
+            let blocks = self.blocks_of(group);
+            let blocks = blocks.start.max(self.first_empty[it])..blocks.end;
+            let mut found = Found {
+                page,
+                phase,
+                n,
+                first: None,
+                longest: 0,
+                place: None,
+            };
+            let end = blocks.end;
+            let look = |run| found.look(run, end);
+            match self.words_of(group) {
+                Some((first, words)) => each_run(|at| words[at - first].empty, blocks, look),
+                None => each_run(|at| self.sets(at).empty, blocks, look),
             }
-            self.longest[it] = longest;
+            self.first_empty[it] = found.first.unwrap_or(end);
+            if found.place.is_some() {
+                return found.place;
+            }
+            self.longest[it] = found.longest;
         }
         None
     }
@@ -868,7 +910,49 @@ fn bit(block: u32) -> u64 {
     1 << (block % 64)
 }
 
+/// A search for a run of `n` empty blocks.
+struct Found {
+    page: u32,
+    phase: u32,
+    n: u32,
+    /// The first empty block.
+    first: Option<u32>,
+    /// The longest run.
+    longest: u32,
+    place: Option<u32>,
+}
+
+impl Found {
+    /// Looks at a run; where to go on.
+    #[inline]
+    fn look(&mut self, run: Range<u32>, end: u32) -> u32 {
+        self.first.get_or_insert(run.start);
+        self.longest = self.longest.max(run.len() as u32);
+        let shift = self.phase.wrapping_sub(run.start) & (self.page - 1);
+        let start = run.start + shift;
+        if start + self.n > run.end {
+            return run.end;
+        }
+        self.place = Some(start);
+        end
+    }
+}
+
+/// Shows runs of set bits in a range, each from where the look at the one before ended.
+#[inline]
+fn each_run(
+    words: impl Fn(usize) -> u64,
+    range: Range<u32>,
+    mut look: impl FnMut(Range<u32>) -> u32,
+) {
+    let mut at = range.start;
+    while let Some(run) = next_run(&words, at..range.end) {
+        at = look(run);
+    }
+}
+
 /// The first run of set bits in a range.
+#[inline]
 fn next_run(words: impl Fn(usize) -> u64, range: Range<u32>) -> Option<Range<u32>> {
     let mut at = range.start;
     while at < range.end {
