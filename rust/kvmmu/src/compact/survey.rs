@@ -15,6 +15,9 @@ use crate::sequence::{Quote, Shape, When};
 use crate::state::{Mmu, Sequence, Shared};
 use crate::sync::lock;
 
+/// A sequence with more scattered blocks than so many passes move is gathered into room made ahead.
+const AHEAD: u32 = 2;
+
 /// How scattered memory is.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measure {
@@ -291,24 +294,38 @@ impl Mmu {
         let sequence = lock(&self.slots[slot as usize]);
         let mut runs = self.runs_of(&sequence, |block| picture.may_move(block));
         drop(sequence);
-        let mut pairs = gather::gather(&mut picture, &mut runs, max_moves, 0.0, true);
-        let mut remaining = gather::scattered(&runs);
-        // Room is made behind its runs with what is left; the next pass fills it.
         let mut lore = Lore {
             lru: &mut self.oldest(&shared, &sight),
             neighbours: &self.neighbours(&shared),
         };
-        while let left = max_moves - pairs.len() as u32
-            && left > 0
-            && let Some(range) = gather::room(&picture, &runs, left)
-        {
-            let cleared = picture.clear(range, left, &mut lore);
-            if cleared.is_empty() {
-                break;
+        let mut make_room = |picture: &mut Picture<'_>, runs: &[gather::Run], most: u32| {
+            let mut pairs: Vec<[u32; 2]> = Vec::new();
+            while let left = most - pairs.len() as u32
+                && left > 0
+                && let Some(range) = gather::room(picture, runs, left)
+            {
+                let cleared = picture.clear(range, left, &mut lore);
+                if cleared.is_empty() {
+                    break;
+                }
+                picture.moved(&cleared);
+                pairs.extend(cleared);
             }
-            picture.moved(&cleared);
-            pairs.extend(cleared);
-        }
+            pairs
+        };
+        // A sequence that takes many passes is gathered into room that the pass before has made, or its
+        // blocks would move from one short run to the next.
+        let ahead = match gather::scattered(&runs) / AHEAD > max_moves {
+            true => max_moves * 3 / 8,
+            false => 0,
+        };
+        let mut pairs = make_room(&mut picture, &runs, ahead);
+        let left = max_moves - pairs.len() as u32;
+        pairs.extend(gather::gather(&mut picture, &mut runs, left, 0.0, true));
+        let mut remaining = gather::scattered(&runs);
+        // More room with what is left.
+        let left = max_moves - pairs.len() as u32;
+        pairs.extend(make_room(&mut picture, &runs, left));
         let complete = pairs.is_empty();
         if complete {
             remaining = 0;
@@ -562,9 +579,10 @@ impl Source for Sight<'_> {
 
     fn sets(&self, at: usize) -> Sets {
         let [taken, evictable, stuck] = self.mmu.pool.sets(at);
-        let huge = self.mmu.is_huge(at as u32 * 64);
+        let first = at as u32 * 64;
+        let huge = self.mmu.is_huge(first);
         let movable = taken & !evictable & !stuck & !self.unsettled.word(at);
-        let inside = plan::mask(at, &(0..self.num_blocks()));
+        let inside = u64::MAX >> (first + 64).saturating_sub(self.num_blocks());
         Sets {
             empty: !taken,
             cached: evictable | self.held.word(at),

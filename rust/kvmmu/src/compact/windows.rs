@@ -735,6 +735,10 @@ impl<'a> Picture<'a> {
 
     /// These empty blocks are taken.
     fn take(&mut self, first: u32, n: u32) {
+        if n == 1 {
+            self.sets_mut(first).empty &= !bit(first);
+            return self.fill((first / self.size) as usize, 1);
+        }
         let range = first..first + n;
         for at in first / 64..range.end.div_ceil(64) {
             self.sets_mut(at * 64).empty &= !mask(at as usize, &range);
