@@ -12,8 +12,9 @@
 //!   saves one less.
 //!
 //! Where that is not enough and the caller wants it, room is made behind one of the runs by moving what
-//! others have there ([`room`]); the next pass fills it. In the background emptying windows makes the
-//! room. No block moves twice in a pass, and a pass begins where the last one left off, since what it
+//! others have there ([`room`]); the next pass fills it. A sequence that takes many passes has room made with a
+//! part of each pass from the start: else its blocks are moved to ever longer runs, several times each. In the
+//! background emptying windows makes the room. No block moves twice in a pass, and a pass begins where the last one left off, since what it
 //! gathered is a run now.
 
 use std::cmp::Reverse;

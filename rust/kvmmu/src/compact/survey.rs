@@ -17,6 +17,8 @@ use crate::sync::lock;
 
 /// A sequence with more scattered blocks than so many passes move is gathered into room made ahead.
 const AHEAD: u32 = 2;
+/// What of such a pass makes room, in eighths (with 2 or 4 a scattered sequence took more passes).
+const ROOM: u32 = 3;
 
 /// How scattered memory is.
 #[derive(Debug, Clone, PartialEq)]
@@ -316,7 +318,7 @@ impl Mmu {
         // A sequence that takes many passes is gathered into room that the pass before has made, or its
         // blocks would move from one short run to the next.
         let ahead = match gather::scattered(&runs) / AHEAD > max_moves {
-            true => max_moves * 3 / 8,
+            true => max_moves * ROOM / 8,
             false => 0,
         };
         let mut pairs = make_room(&mut picture, &runs, ahead);
