@@ -502,7 +502,7 @@ impl Neighbours for Mapped<'_> {
         let known = (page.0 < 9)
             .then(|| table.around(loc + inside, block, most))
             .flatten();
-        let (before, len, ends) = known.unwrap_or_else(|| {
+        let by_sequence = || {
             let (slot, at) = table.whose(loc);
             let sequence = lock(&mmu.slots[slot as usize]);
             let (space, index) = (sequence.space, sequence.space.logical_of(at + inside));
@@ -513,7 +513,9 @@ impl Neighbours for Mapped<'_> {
             let together = (block..).zip(blocks).take_while(|(at, block)| at == block);
             let len = together.count() as u32;
             (before, len, index + len == mapped)
-        });
+        };
+        let (before, len, ends) = known.unwrap_or_else(by_sequence);
+        debug_assert_eq!((before, len, ends), by_sequence());
         let spare = match ends && mmu.has_holds() {
             true => mmu.config.hold_blocks,
             false => 0,
