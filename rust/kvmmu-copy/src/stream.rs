@@ -5,15 +5,23 @@
 //! non-temporal one does not, which saves a third of the traffic. Such stores are weakly ordered:
 //! [`fence`] must run before anybody is told that the copy is done.
 //!
+//! Pieces that do not follow each other are copied four at once: wherever a piece ends, the processor has
+//! to find out anew what is read next, and so it has three others to go on with meanwhile.
+//!
 //! On processors without AVX2, [`available`] says no and the rest must not be called.
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86_64::{available, copy, fence};
+pub(crate) use x86_64::{available, copy, copy_together, fence};
+
+/// Pieces that [`copy_together`] copies at once.
+pub(crate) const TOGETHER: usize = 4;
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64 {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
     use std::ptr;
+
+    use super::TOGETHER;
 
     /// Bytes of a vector register.
     const VECTOR: usize = size_of::<__m256i>();
@@ -35,32 +43,67 @@ mod x86_64 {
     /// not overlap, and nobody else touches them during the call.
     #[target_feature(enable = "avx2")]
     pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+        // SAFETY: what the caller promised of this piece.
+        unsafe { copy_pieces([(from, to)], bytes) };
+    }
+
+    /// Copies several pieces of `bytes` bytes each, a little of each in turn. They take as long as one
+    /// after the other where destinations lie differently against cache lines.
+    ///
+    /// # Safety
+    /// As for [`copy`], of each piece; no piece is written by another.
+    #[target_feature(enable = "avx2")]
+    pub(crate) unsafe fn copy_together(pieces: [(*const u8, *mut u8); TOGETHER], bytes: usize) {
+        let head = pieces[0].1.align_offset(LINE);
+        if pieces.iter().all(|(_, to)| to.align_offset(LINE) == head) {
+            // SAFETY: what the caller promised.
+            return unsafe { copy_pieces(pieces, bytes) };
+        }
+        for (from, to) in pieces {
+            // SAFETY: what the caller promised.
+            unsafe { copy(from, to, bytes) };
+        }
+    }
+
+    /// Copies `N` pieces whose destinations lie alike against cache lines.
+    ///
+    /// # Safety
+    /// As for [`copy_together`].
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    unsafe fn copy_pieces<const N: usize>(pieces: [(*const u8, *mut u8); N], bytes: usize) {
         // align_offset may give up in theory (usize::MAX); then everything is head.
-        let head = to.align_offset(LINE).min(bytes);
+        let head = pieces[0].1.align_offset(LINE).min(bytes);
         let turns = (bytes - head) / TURN;
         let tail = head + turns * TURN;
-        // SAFETY: head <= bytes, and the caller answers for `bytes` bytes.
-        unsafe { ptr::copy_nonoverlapping(from, to, head) };
+        for (from, to) in pieces {
+            // SAFETY: head <= bytes, and the caller answers for `bytes` bytes.
+            unsafe { ptr::copy_nonoverlapping(from, to, head) };
+        }
         for turn in 0..turns {
             let offset = head + turn * TURN;
-            // SAFETY: offset + TURN <= tail <= bytes, so all four loads and stores stay inside;
-            // loads need no alignment; `to + head` is aligned to LINE (or there are no turns), and
-            // offset - head is a multiple of TURN, so every store is aligned to VECTOR.
-            unsafe {
-                let source = from.add(offset).cast::<__m256i>();
-                let target = to.add(offset).cast::<__m256i>();
-                let a = _mm256_loadu_si256(source);
-                let b = _mm256_loadu_si256(source.add(1));
-                let c = _mm256_loadu_si256(source.add(2));
-                let d = _mm256_loadu_si256(source.add(3));
-                _mm256_stream_si256(target, a);
-                _mm256_stream_si256(target.add(1), b);
-                _mm256_stream_si256(target.add(2), c);
-                _mm256_stream_si256(target.add(3), d);
+            for (from, to) in pieces {
+                // SAFETY: offset + TURN <= tail <= bytes, so all four loads and stores stay inside;
+                // loads need no alignment; `to + head` is aligned to LINE (or there are no turns), and
+                // offset - head is a multiple of TURN, so every store is aligned to VECTOR.
+                unsafe {
+                    let source = from.add(offset).cast::<__m256i>();
+                    let target = to.add(offset).cast::<__m256i>();
+                    let a = _mm256_loadu_si256(source);
+                    let b = _mm256_loadu_si256(source.add(1));
+                    let c = _mm256_loadu_si256(source.add(2));
+                    let d = _mm256_loadu_si256(source.add(3));
+                    _mm256_stream_si256(target, a);
+                    _mm256_stream_si256(target.add(1), b);
+                    _mm256_stream_si256(target.add(2), c);
+                    _mm256_stream_si256(target.add(3), d);
+                }
             }
         }
-        // SAFETY: tail <= bytes, and the rest ends exactly at `bytes`.
-        unsafe { ptr::copy_nonoverlapping(from.add(tail), to.add(tail), bytes - tail) };
+        for (from, to) in pieces {
+            // SAFETY: tail <= bytes, and the rest ends exactly at `bytes`.
+            unsafe { ptr::copy_nonoverlapping(from.add(tail), to.add(tail), bytes - tail) };
+        }
     }
 
     /// Orders the stores of every earlier [`copy`] of this thread before its later stores: whoever
@@ -75,7 +118,7 @@ mod x86_64 {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) use plain::{available, copy, fence};
+pub(crate) use plain::{available, copy, copy_together, fence};
 
 #[cfg(not(target_arch = "x86_64"))]
 mod plain {
@@ -89,6 +132,18 @@ mod plain {
     pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
         // SAFETY: the caller's promise is that of `copy_nonoverlapping`.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+    }
+
+    /// # Safety
+    /// Never called, as [`copy`]; its conditions hold for each piece.
+    pub(crate) unsafe fn copy_together(
+        pieces: [(*const u8, *mut u8); super::TOGETHER],
+        bytes: usize,
+    ) {
+        for (from, to) in pieces {
+            // SAFETY: the caller's promise is that of `copy`.
+            unsafe { copy(from, to, bytes) };
+        }
     }
 
     /// # Safety

@@ -89,6 +89,39 @@ fn sizes_around_the_streaming_threshold_copy_exactly_their_bytes() {
 }
 
 #[test]
+fn pieces_that_are_copied_together_copy_exactly_their_bytes() {
+    // Sources descend and ascend, destinations lie apart: no two moves follow each other. With a
+    // stride of whole cache lines all destinations lie alike against them, with others they do not.
+    const BLOCKS: u32 = 30;
+    for moves in 1..=9 {
+        let pairs: Vec<[u32; 2]> = (0..moves).map(|i| [2 * (i * 5 % 9), 11 + 2 * i]).collect();
+        for bytes in [1024, 1087, 4096, 5000] {
+            for (gap, offset) in [(0, 0), (64 - bytes % 64, 3), (1, 0), (32, 65)] {
+                let piece = Piece {
+                    offset,
+                    stride: bytes + gap,
+                    bytes,
+                };
+                let length = offset + BLOCKS as usize * piece.stride;
+                assert_copies_exactly(length, &[piece], &pairs, BLOCKS);
+            }
+        }
+    }
+    // Runs of two, five times, and one block between them.
+    let runs = [(0, 40), (6, 45), (9, 50), (12, 55), (15, 60)];
+    let mut pairs: Vec<[u32; 2]> = (runs.iter())
+        .flat_map(|&(from, to)| [[from, to], [from + 1, to + 1]])
+        .collect();
+    pairs.push([4, 30]);
+    let piece = Piece {
+        offset: 7,
+        stride: 1200,
+        bytes: 1200,
+    };
+    assert_copies_exactly(7 + 70 * 1200, &[piece], &pairs, 70);
+}
+
+#[test]
 fn quantised_and_odd_strides_are_not_garbled() {
     // 34 KiB and 18 KiB are blocks of 8- and 4-bit formats with their scales inside; fp8 with one
     // float a row behind it gives odd strides; K-only layers are regions like any other.

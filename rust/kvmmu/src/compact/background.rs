@@ -91,9 +91,11 @@ impl Mmu {
             self.stop_filling(&mut shared);
             sight = self.sight(&shared);
         }
-        let mut picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
+        let mut picture = Picture::new(&sight, WINDOW, self.middle());
         if let Some(filling) = shared.filling {
             picture.keep(filling.window / WINDOW);
+            // It may be given up below, and its blocks become empty.
+            picture.read(filling.window / WINDOW);
         }
         // A window that is half filled is of use to nobody, so it comes first.
         let mut held = Vec::new();
@@ -140,7 +142,7 @@ impl Mmu {
     fn make_free_windows(
         &self,
         shared: &mut Shared,
-        sight: &Sight,
+        sight: &Sight<'_>,
         picture: &mut Picture<'_>,
         budget: u32,
     ) -> Emptied {
@@ -188,9 +190,9 @@ impl Mmu {
     }
 
     /// More windows are held than the guarantee allows.
-    fn is_over_the_bound(&self, sight: &Sight) -> bool {
+    fn is_over_the_bound(&self, sight: &Sight<'_>) -> bool {
         self.config.guarantee.is_some_and(|slack| {
-            let picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
+            let picture = Picture::new(sight, WINDOW, self.middle());
             let held = picture.held(slack);
             held.windows > held.allowed
         })
@@ -297,6 +299,6 @@ impl Mmu {
     pub fn held_windows(&self, slack: u32) -> Held {
         let _rest = self.rest();
         let sight = self.sight(&self.shared());
-        Picture::new(sight.snapshot(), WINDOW, self.middle()).held(slack)
+        Picture::new(&sight, WINDOW, self.middle()).held(slack)
     }
 }

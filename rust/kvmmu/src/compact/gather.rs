@@ -12,13 +12,15 @@
 //!   saves one less.
 //!
 //! Where that is not enough and the caller wants it, room is made behind one of the runs by moving what
-//! others have there ([`room`]); the next pass fills it. In the background emptying windows makes the
-//! room. No block moves twice in a pass, and a pass begins where the last one left off, since what it
+//! others have there ([`room`]); the next pass fills it. A sequence that takes many passes has room made with a
+//! part of each pass from the start: else its blocks are moved to ever longer runs, several times each. In the
+//! background emptying windows makes the room. No block moves twice in a pass, and a pass begins where the last one left off, since what it
 //! gathered is a run now.
 
 use std::cmp::Reverse;
 use std::ops::Range;
 
+use super::measure::WINDOW;
 use super::windows::Picture;
 
 /// Consecutive blocks of a sequence that lie together.
@@ -100,6 +102,9 @@ pub fn gather(
 ) -> Vec<[u32; 2]> {
     let mut pairs = Vec::new();
     picture.sort_targets();
+    for run in runs.iter() {
+        picture.read(run.block / WINDOW);
+    }
     let mut most = budget;
     while (pairs.len() as u32) < budget && runs.len() > 1 {
         let left = budget - pairs.len() as u32;
@@ -235,15 +240,11 @@ pub fn room(picture: &Picture<'_>, runs: &[Run], most: u32) -> Option<Range<u32>
         let ours = own.partition_point(|&block| block < start);
         let end = own.get(ours).copied().unwrap_or(u32::MAX);
         let end = end.min(start.saturating_add(most));
-        let end = (start..end)
-            .find(|&block| picture.is_stuck(block))
-            .unwrap_or(end);
+        let end = picture.first_stuck(start..end).unwrap_or(end);
         if end - start < next.len {
             continue;
         }
-        let moves = (start..end)
-            .filter(|&block| picture.may_move(block))
-            .count() as u64;
+        let moves = u64::from(picture.movable_in(start..end));
         // In quarters: a long run is worth a little more.
         let cost = 4 * moves / u64::from(end - start);
         let order = (cost, Reverse(run.len));

@@ -493,7 +493,7 @@ pub(super) fn clear(words: &mut [u64], bit: u32) {
 }
 
 /// The bits of word `word` that lie in `range`.
-fn mask(word: usize, range: &Range<u32>) -> u64 {
+pub(super) fn mask(word: usize, range: &Range<u32>) -> u64 {
     let begin = word as u32 * WORD;
     let low = range.start.max(begin) - begin;
     let high = range.end.max(begin) - begin;

@@ -113,6 +113,8 @@ impl Mmu {
             })
         })?;
         if self.config.placement == Placement::AddressOrder {
+            // It evicts, and breaks holds.
+            picture.read_all();
             self.make_windows(shared, 1);
         }
         if !self.pool.reserve(WINDOW) {

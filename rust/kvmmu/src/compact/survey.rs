@@ -7,13 +7,18 @@ use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use super::measure::WINDOW;
-use super::windows::{Lore, Neighbours, Picture, Together};
+use super::windows::{self, Group, Lore, Neighbours, Picture, Sets, Source, Together};
 use super::{gather, measure, plan};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::sequence::{Quote, Shape, When};
 use crate::state::{Mmu, Sequence, Shared};
 use crate::sync::lock;
+
+/// A sequence with more scattered blocks than so many passes move is gathered into room made ahead.
+const AHEAD: u32 = 2;
+/// What of such a pass makes room, in eighths (with 2 or 4 a scattered sequence took more passes).
+const ROOM: u32 = 3;
 
 /// How scattered memory is.
 #[derive(Debug, Clone, PartialEq)]
@@ -204,9 +209,12 @@ impl Mmu {
 
     /// A plan towards one run of `n` available blocks by the fewest moves, at most `max_moves` now.
     pub fn plan_free_run(&self, n: u32, max_moves: u32) -> Result<Plan> {
-        let (found, sight) =
-            self.survey(|snapshot, lru| plan::free_run(snapshot, n, max_moves, lru));
-        match found {
+        let _rest = self.rest();
+        let shared = self.shared();
+        let sight = self.sight(&shared);
+        let bits = sight.bits();
+        let lru = &mut self.oldest(&shared, &sight);
+        match plan::free_run(&bits.snapshot(), n, max_moves, lru) {
             Ok(planned) => {
                 Ok(self.plan(Goal::FreeRun(n), planned, &sight, |p| p.predicted_run >= n))
             }
@@ -265,7 +273,7 @@ impl Mmu {
         let _rest = self.rest();
         let shared = self.shared();
         let sight = self.sight(&shared);
-        let mut picture = Picture::new(sight.snapshot(), size, self.middle());
+        let mut picture = Picture::new(&sight, size, self.middle());
         let mut lore = Lore {
             lru: &mut self.oldest(&shared, &sight),
             neighbours: &self.neighbours(&shared),
@@ -284,28 +292,42 @@ impl Mmu {
         let shared = self.shared();
         let slot = self.sequence(id)?.0;
         let sight = self.sight(&shared);
-        let mut picture = Picture::new(sight.snapshot(), WINDOW, self.middle());
+        let mut picture = Picture::new(&sight, WINDOW, self.middle());
         let sequence = lock(&self.slots[slot as usize]);
         let mut runs = self.runs_of(&sequence, |block| picture.may_move(block));
         drop(sequence);
-        let mut pairs = gather::gather(&mut picture, &mut runs, max_moves, 0.0, true);
-        let mut remaining = gather::scattered(&runs);
-        // Room is made behind its runs with what is left; the next pass fills it.
         let mut lore = Lore {
             lru: &mut self.oldest(&shared, &sight),
             neighbours: &self.neighbours(&shared),
         };
-        while let left = max_moves - pairs.len() as u32
-            && left > 0
-            && let Some(range) = gather::room(&picture, &runs, left)
-        {
-            let cleared = picture.clear(range, left, &mut lore);
-            if cleared.is_empty() {
-                break;
+        let mut make_room = |picture: &mut Picture<'_>, runs: &[gather::Run], most: u32| {
+            let mut pairs: Vec<[u32; 2]> = Vec::new();
+            while let left = most - pairs.len() as u32
+                && left > 0
+                && let Some(range) = gather::room(picture, runs, left)
+            {
+                let cleared = picture.clear(range, left, &mut lore);
+                if cleared.is_empty() {
+                    break;
+                }
+                picture.moved(&cleared);
+                pairs.extend(cleared);
             }
-            picture.moved(&cleared);
-            pairs.extend(cleared);
-        }
+            pairs
+        };
+        // A sequence that takes many passes is gathered into room that the pass before has made, or its
+        // blocks would move from one short run to the next.
+        let ahead = match gather::scattered(&runs) / AHEAD > max_moves {
+            true => max_moves * ROOM / 8,
+            false => 0,
+        };
+        let mut pairs = make_room(&mut picture, &runs, ahead);
+        let left = max_moves - pairs.len() as u32;
+        pairs.extend(gather::gather(&mut picture, &mut runs, left, 0.0, true));
+        let mut remaining = gather::scattered(&runs);
+        // More room with what is left.
+        let left = max_moves - pairs.len() as u32;
+        pairs.extend(make_room(&mut picture, &runs, left));
         let complete = pairs.is_empty();
         if complete {
             remaining = 0;
@@ -356,11 +378,10 @@ impl Mmu {
         pairs: Vec<[u32; 2]>,
         remaining: u32,
         complete: bool,
-        sight: &Sight,
+        sight: &Sight<'_>,
     ) -> Plan {
-        let mut after: Vec<u64> = (sight.empty.iter().zip(&sight.cached))
-            .map(|(empty, cached)| empty | cached)
-            .collect();
+        let mut after = self.pool.available_bits();
+        (self.holds.blocks().iter()).for_each(|&block| set(&mut after, block, true));
         for &[source, destination] in &pairs {
             set(&mut after, destination, false);
             set(&mut after, source, true);
@@ -392,8 +413,12 @@ impl Mmu {
     }
 
     pub(super) fn below(&self, ratio: f64, max_moves: u32) -> Plan {
-        let (planned, sight) =
-            self.survey(|snapshot, lru| plan::below(snapshot, ratio, max_moves, lru));
+        let _rest = self.rest();
+        let shared = self.shared();
+        let sight = self.sight(&shared);
+        let bits = sight.bits();
+        let lru = &mut self.oldest(&shared, &sight);
+        let planned = plan::below(&bits.snapshot(), ratio, max_moves, lru);
         self.plan(Goal::Below(ratio), planned, &sight, |p| {
             p.predicted_ratio < ratio
         })
@@ -410,42 +435,20 @@ impl Mmu {
         self.planned(goal, planned.pairs, planned.remaining, complete, sight)
     }
 
-    /// Shows the state at rest to a planner.
-    fn survey<T>(
-        &self,
-        planner: impl FnOnce(&plan::Snapshot<'_>, &mut dyn Iterator<Item = u32>) -> T,
-    ) -> (T, Sight) {
-        let _rest = self.rest();
-        let shared = self.shared();
-        let sight = self.sight(&shared);
-        let planned = planner(&sight.snapshot(), &mut self.oldest(&shared, &sight));
-        (planned, sight)
-    }
-
     /// What planning reads of the state at rest.
-    pub(super) fn sight(&self, shared: &Shared) -> Sight {
-        let mut movable = self.pool.movable_bits();
-        self.remove_unsettled(&mut movable);
-        self.remove_huge(&mut movable);
-        // What is held can be had as what is cached can, and goes last of all.
-        let mut cached = self.pool.evictable_bits();
+    pub(super) fn sight(&self, shared: &Shared) -> Sight<'_> {
         let held = self.holds.blocks();
-        held.iter().for_each(|&block| set(&mut cached, block, true));
         let filled = self.holds.of(self.filling_slot());
-        // Fenced blocks will be empty when their steps have ended: else the run that a pass has just
-        // emptied would look occupied to the next pass.
-        let mut soon = vec![0; cached.len()];
-        shared
-            .fenced_blocks()
-            .for_each(|block| set(&mut soon, block, true));
+        let twice = shared.awaited.keys().copied();
         Sight {
-            num_blocks: self.config.span(),
-            empty: self.pool.empty_bits(),
-            cached,
-            movable,
-            soon,
-            held: held
-                .into_iter()
+            mmu: self,
+            unsettled: self.unsettled(),
+            held: Sparse::new(held.iter().copied()),
+            soon: Sparse::new(shared.fenced_blocks()),
+            twice: twice
+                .filter(|&block| self.pool.is_evictable(block))
+                .collect(),
+            last: (held.into_iter())
                 .filter(|block| !filled.contains(block))
                 .collect(),
         }
@@ -455,40 +458,30 @@ impl Mmu {
     pub(super) fn oldest<'a>(
         &'a self,
         shared: &'a Shared,
-        sight: &'a Sight,
+        sight: &'a Sight<'_>,
     ) -> impl Iterator<Item = u32> + 'a {
         let evictable = |block: &u32| self.pool.is_evictable(*block);
         let cached = shared.index.oldest().filter(evictable);
-        cached.chain(sight.held.iter().copied())
+        cached.chain(sight.last.iter().copied())
     }
 
-    /// Blocks of huge pages stay where they are.
-    fn remove_huge(&self, movable: &mut [u64]) {
-        if self.config.page_orders.bits() >> 9 & 1 == 0 {
-            return;
-        }
-        for (window, bits) in movable.chunks_mut(8).enumerate() {
-            if self.is_huge(window as u32 * WINDOW) {
-                bits.fill(0);
-            }
-        }
-    }
-
-    /// Blocks that a step in flight is writing stay where they are.
-    fn remove_unsettled(&self, movable: &mut [u64]) {
+    /// Blocks that a step in flight is writing, which stay where they are.
+    fn unsettled(&self) -> Sparse {
         if self.steps().count() == 0 {
-            return;
+            return Sparse::default();
         }
+        let mut blocks = Vec::new();
         for (_, cell) in self.used_slots() {
             let sequence = lock(cell);
             let mapped = self.blocks_for(sequence.tokens);
             let unsettled = sequence.unsettled(self.config.block_size, mapped);
             if sequence.open && !unsettled.is_empty() {
-                for block in (self.table).blocks(sequence.space, unsettled.start, unsettled.end) {
-                    set(movable, block, false);
-                }
+                let (from, to) = (unsettled.start, unsettled.end);
+                self.table
+                    .append_blocks(sequence.space, from, to, &mut blocks);
             }
         }
+        Sparse::new(blocks.into_iter())
     }
 }
 
@@ -500,42 +493,175 @@ pub(super) struct Mapped<'a> {
 
 impl Neighbours for Mapped<'_> {
     fn run(&self, block: u32, most: u32) -> Together {
-        let Some((slot, at)) = self.mmu.first_mapping(self.shared, block) else {
+        let (mmu, table) = (self.mmu, &self.mmu.table);
+        let Some((page, loc)) = mmu.first_page(self.shared, block) else {
             return ().run(1, 1);
         };
-        let sequence = lock(&self.mmu.slots[slot as usize]);
-        let (space, index) = (sequence.space, sequence.space.logical_of(at));
-        let mapped = self.mmu.blocks_for(sequence.tokens);
-        let table = &self.mmu.table;
-        let before = (index > sequence.first).then(|| table.block(space, index - 1));
-        let blocks = table.blocks(space, index, mapped.min(index + most));
-        let together = (block..)
-            .zip(&blocks)
-            .take_while(|&(at, &block)| at == block);
-        let len = together.count() as u32;
-        let ends = index + len == mapped && self.mmu.has_holds();
-        Together {
-            len,
-            before,
-            spare: if ends { self.mmu.config.hold_blocks } else { 0 },
-        }
+        let inside = block - (page.1 << page.0);
+        // Single entries mostly tell by themselves.
+        let known = (page.0 < 9)
+            .then(|| table.around(loc + inside, block, most))
+            .flatten();
+        let by_sequence = || {
+            let (slot, at) = table.whose(loc);
+            let sequence = lock(&mmu.slots[slot as usize]);
+            let (space, index) = (sequence.space, sequence.space.logical_of(at + inside));
+            let mapped = mmu.blocks_for(sequence.tokens);
+            let before = (index > sequence.first).then(|| table.block(space, index - 1));
+            let entries = table.leaves(space, index, mapped.min(index + most));
+            let blocks = entries.flat_map(|entries| entries.blocks());
+            let together = (block..).zip(blocks).take_while(|(at, block)| at == block);
+            let len = together.count() as u32;
+            (before, len, index + len == mapped)
+        };
+        let (before, len, ends) = known.unwrap_or_else(by_sequence);
+        debug_assert_eq!((before, len, ends), by_sequence());
+        let spare = match ends && mmu.has_holds() {
+            true => mmu.config.hold_blocks,
+            false => 0,
+        };
+        Together { len, before, spare }
     }
 }
 
-/// What planning reads of the state at rest, as bits.
+/// The state at rest as planning reads it: words of the pool when they are asked for, counts by window
+/// where the pool keeps them. Whoever changes the pool meanwhile has read before what is to stay as it
+/// was ([`Picture::read`]).
 #[derive(Debug)]
-pub(super) struct Sight {
-    num_blocks: u32,
-    pub(super) empty: Vec<u64>,
-    /// Evictable blocks and held ones.
-    pub(super) cached: Vec<u64>,
-    pub(super) movable: Vec<u64>,
-    soon: Vec<u64>,
-    held: Vec<u32>,
+pub(super) struct Sight<'a> {
+    mmu: &'a Mmu,
+    /// Blocks that a step in flight is writing.
+    unsettled: Sparse,
+    /// Held blocks. What is held can be had as what is cached can, and goes last of all.
+    held: Sparse,
+    /// Fenced blocks, which will be empty when their steps have ended: else the run that a pass has
+    /// just emptied would look occupied to the next pass.
+    soon: Sparse,
+    /// Evictable blocks that are in the index of stuck ones besides.
+    twice: Vec<u32>,
+    /// Held blocks that may be taken from whoever holds them, in that order.
+    last: Vec<u32>,
 }
 
-impl Sight {
-    pub(super) fn snapshot(&self) -> plan::Snapshot<'_> {
+/// A few blocks of a pool: words with bits, ascending.
+#[derive(Debug, Default)]
+struct Sparse(Vec<(u32, u64)>);
+
+impl Sparse {
+    fn new(blocks: impl Iterator<Item = u32>) -> Self {
+        let mut words: Vec<_> = blocks.map(|b| (b / 64, 1 << (b % 64))).collect();
+        words.sort_unstable();
+        words.dedup_by(|next, word| {
+            let same = next.0 == word.0;
+            word.1 |= if same { next.1 } else { 0 };
+            same
+        });
+        Self(words)
+    }
+
+    fn word(&self, at: usize) -> u64 {
+        if self.0.is_empty() {
+            return 0;
+        }
+        let found = self.0.binary_search_by_key(&(at as u32), |word| word.0);
+        found.map_or(0, |found| self.0[found].1)
+    }
+
+    /// Of each word: its window, and how many bits it has.
+    fn counts(&self) -> impl Iterator<Item = (usize, u32)> {
+        let window = |at: u32| (at * 64 / WINDOW) as usize;
+        self.0
+            .iter()
+            .map(move |&(at, word)| (window(at), word.count_ones()))
+    }
+}
+
+impl Source for Sight<'_> {
+    fn num_blocks(&self) -> u32 {
+        self.mmu.config.span()
+    }
+
+    fn sets(&self, at: usize) -> Sets {
+        let [taken, evictable, stuck] = self.mmu.pool.sets(at);
+        let first = at as u32 * 64;
+        let huge = self.mmu.is_huge(first);
+        let movable = taken & !evictable & !stuck & !self.unsettled.word(at);
+        let inside = u64::MAX >> (first + 64).saturating_sub(self.num_blocks());
+        Sets {
+            empty: !taken,
+            cached: evictable | self.held.word(at),
+            // Blocks of huge pages stay where they are.
+            movable: if huge { 0 } else { movable & inside },
+            soon: self.soon.word(at),
+        }
+    }
+
+    fn windows(&self) -> Option<Vec<Group>> {
+        let n = self.num_blocks();
+        let counts = self.mmu.pool.counts_by_window();
+        let mut windows: Vec<Group> = (0..n)
+            .step_by(WINDOW as usize)
+            .zip(counts)
+            .map(|(first, (empty, evictable, stuck))| Group {
+                // What is in both indices is added below.
+                movable: WINDOW
+                    .min(n - first)
+                    .wrapping_sub(empty + evictable + stuck),
+                stuck,
+                soon: 0,
+                available: empty + evictable,
+                empty,
+            })
+            .collect();
+        for &block in &self.twice {
+            if self.mmu.pool.is_stuck(block) {
+                let window = &mut windows[(block / WINDOW) as usize];
+                window.stuck -= 1;
+                window.movable = window.movable.wrapping_add(1);
+            }
+        }
+        for (window, n) in self.held.counts() {
+            windows[window].stuck -= n;
+            windows[window].available += n;
+        }
+        for (window, n) in self.soon.counts() {
+            windows[window].stuck -= n;
+            windows[window].soon += n;
+        }
+        for &(at, word) in &self.unsettled.0 {
+            let [taken, evictable, stuck] = self.mmu.pool.sets(at as usize);
+            let n = (word & taken & !evictable & !stuck).count_ones();
+            let window = &mut windows[(at * 64 / WINDOW) as usize];
+            window.movable -= n;
+            window.stuck += n;
+        }
+        for (first, window) in (0..n).step_by(WINDOW as usize).zip(&mut windows) {
+            if window.movable > 0 && self.mmu.is_huge(first) {
+                window.stuck += std::mem::take(&mut window.movable);
+            }
+        }
+        debug_assert!(
+            (0..n)
+                .step_by(WINDOW as usize)
+                .map(|first| windows::count(self, first..n.min(first + WINDOW)))
+                .eq(windows.iter().copied()),
+            "counts by window that no recount finds"
+        );
+        Some(windows)
+    }
+}
+
+/// The whole of a [`Sight`] as bits.
+pub(super) struct Bits {
+    num_blocks: u32,
+    empty: Vec<u64>,
+    cached: Vec<u64>,
+    movable: Vec<u64>,
+    soon: Vec<u64>,
+}
+
+impl Bits {
+    fn snapshot(&self) -> plan::Snapshot<'_> {
         plan::Snapshot {
             num_blocks: self.num_blocks,
             empty: &self.empty,
@@ -544,10 +670,32 @@ impl Sight {
             soon: &self.soon,
         }
     }
+}
+
+impl Sight<'_> {
+    fn bits(&self) -> Bits {
+        let words = self.num_blocks().div_ceil(64) as usize;
+        let mut bits = Bits {
+            num_blocks: self.num_blocks(),
+            empty: Vec::with_capacity(words),
+            cached: Vec::with_capacity(words),
+            movable: Vec::with_capacity(words),
+            soon: Vec::with_capacity(words),
+        };
+        for at in 0..words {
+            let sets = self.sets(at);
+            bits.empty.push(sets.empty);
+            bits.cached.push(sets.cached);
+            bits.movable.push(sets.movable);
+            bits.soon.push(sets.soon);
+        }
+        bits
+    }
 
     /// Destinations that are cached or held now.
     fn evicted_by(&self, pairs: &[[u32; 2]]) -> HashSet<u32> {
-        let cached = |block: &u32| self.cached[(block / 64) as usize] >> (block % 64) & 1 == 1;
+        let held = |block: u32| self.held.word((block / 64) as usize) >> (block % 64) & 1 == 1;
+        let cached = |block: &u32| self.mmu.pool.is_evictable(*block) || held(*block);
         pairs.iter().map(|pair| pair[1]).filter(cached).collect()
     }
 }

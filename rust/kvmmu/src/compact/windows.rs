@@ -19,13 +19,18 @@
 //! **Cached blocks** in a group need no move: evicting is enough. As destinations they serve when no
 //! empty block is left in groups with live ones, the least recently used first.
 
+use std::collections::{BinaryHeap, HashSet};
 use std::ops::Range;
 
-use super::measure::longest;
-use super::plan::{Impossible, Snapshot, clear, count, is_set, set};
+use super::measure::{WINDOW, longest};
+use super::plan::{Impossible, mask};
 
+/// Words of a window.
+const WORDS: usize = (WINDOW / 64) as usize;
 /// How many groups a pass tries to empty in which pieces do not fit elsewhere.
 const TRIES: u32 = 16;
+/// How many groups with room are put in order before it is known that more are needed.
+const TARGETS: usize = 32;
 /// How many cached blocks are looked at for each destination that is wanted.
 const LOOKS: usize = 16;
 
@@ -35,6 +40,40 @@ pub struct Lore<'a> {
     pub lru: &'a mut dyn Iterator<Item = u32>,
     /// Who maps blocks next to what.
     pub neighbours: &'a dyn Neighbours,
+}
+
+/// What planning reads. It must not change while a [`Picture`] of it is in use, which reads each
+/// window when it needs it.
+pub trait Source {
+    /// Blocks in the pool.
+    fn num_blocks(&self) -> u32;
+
+    /// What the blocks from `64 * at` on are, of a word of the pool. Bits behind the last block are
+    /// ignored.
+    fn sets(&self, at: usize) -> Sets;
+
+    /// The groups of [`WINDOW`] blocks, if they are counted already.
+    fn windows(&self) -> Option<Vec<Group>>;
+}
+
+/// The states of 64 blocks: each has at most one bit among the four; a block without one is stuck.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sets {
+    /// Empty blocks.
+    pub empty: u64,
+    /// Blocks that can be had by evicting.
+    pub cached: u64,
+    /// Blocks in use that may move.
+    pub movable: u64,
+    /// Blocks that will be empty soon.
+    pub soon: u64,
+}
+
+impl Sets {
+    /// Blocks that are stuck.
+    fn stuck(self) -> u64 {
+        !(self.empty | self.cached | self.movable | self.soon)
+    }
 }
 
 /// What lies in an aligned group of blocks.
@@ -65,51 +104,51 @@ impl Group {
 }
 
 /// Counts each aligned group of `size` blocks; the last may be shorter.
-pub fn census(s: &Snapshot<'_>, size: u32) -> Vec<Group> {
-    let n = s.num_blocks;
-    let starts = (0..n).step_by(size as usize);
-    let groups = starts.map(|first| first..n.min(first + size));
-    if size.is_multiple_of(64) {
-        let words =
-            |group: Range<u32>| (group.start / 64) as usize..group.end.div_ceil(64) as usize;
-        groups
-            .map(|group| words_of_group(s, words(group.clone()), group.len() as u32))
-            .collect()
-    } else {
-        groups.map(|group| bits_of_group(s, group)).collect()
+pub fn census<S: Source>(source: &S, size: u32) -> Vec<Group> {
+    let n = source.num_blocks();
+    let known = match size.is_multiple_of(WINDOW) {
+        true => source.windows(),
+        false => None,
+    };
+    if let Some(windows) = known {
+        if size == WINDOW {
+            return windows;
+        }
+        let groups = windows.chunks((size / WINDOW) as usize);
+        return groups.map(|group| group.iter().sum()).collect();
     }
+    let starts = (0..n).step_by(size as usize);
+    let groups = starts.map(|first| first..n.min(first.saturating_add(size)));
+    groups.map(|group| count(source, group)).collect()
 }
 
-/// A group of whole words, of which the last may reach beyond the pool. Only bits that are there are
-/// counted, and blocks in use are what is left.
-fn words_of_group(s: &Snapshot<'_>, words: Range<usize>, len: u32) -> Group {
+/// Counts the blocks of a range.
+pub fn count<S: Source>(source: &S, range: Range<u32>) -> Group {
     let mut group = Group::default();
+    let ones = |bits: u64| if bits == 0 { 0 } else { bits.count_ones() };
     let mut cached = 0;
-    for at in words {
-        let (e, c, m, soon) = (s.empty[at], s.cached[at], s.movable[at], s.soon[at]);
-        let beyond = (64 * (at as u32 + 1)).saturating_sub(s.num_blocks);
-        let here = u64::MAX >> beyond;
-        let ones = |bits: u64| if bits == 0 { 0 } else { bits.count_ones() };
-        group.empty += ones(e & here);
-        cached += ones(c & here);
-        group.soon += ones(soon & here);
-        group.stuck += ones(!(e | c | m | soon) & here);
+    for at in (range.start / 64) as usize..range.end.div_ceil(64) as usize {
+        let (sets, here) = (source.sets(at), mask(at, &range));
+        group.empty += ones(sets.empty & here);
+        cached += ones(sets.cached & here);
+        group.soon += ones(sets.soon & here);
+        group.stuck += ones(sets.stuck() & here);
     }
     group.available = group.empty + cached;
-    group.movable = len - group.available - group.soon - group.stuck;
+    // What is left.
+    group.movable = range.len() as u32 - group.available - group.soon - group.stuck;
     group
 }
 
-fn bits_of_group(s: &Snapshot<'_>, range: Range<u32>) -> Group {
-    let of = |bits: &[u64]| count(bits, range.clone());
-    let (empty, cached) = (of(s.empty), of(s.cached));
-    let (movable, soon) = (of(s.movable), of(s.soon));
-    Group {
-        movable,
-        soon,
-        empty,
-        available: empty + cached,
-        stuck: range.len() as u32 - empty - cached - movable - soon,
+impl<'a> std::iter::Sum<&'a Group> for Group {
+    fn sum<I: Iterator<Item = &'a Group>>(groups: I) -> Group {
+        groups.fold(Group::default(), |sum, group| Group {
+            movable: sum.movable + group.movable,
+            stuck: sum.stuck + group.stuck,
+            soon: sum.soon + group.soon,
+            available: sum.available + group.available,
+            empty: sum.empty + group.empty,
+        })
     }
 }
 
@@ -154,19 +193,29 @@ pub struct Emptied {
 
 /// The pool while a plan is being made: what is taken for one part of it is gone for the next.
 pub struct Picture<'a> {
-    s: Snapshot<'a>,
+    source: &'a dyn Source,
+    num_blocks: u32,
     size: u32,
     /// log2 of the middle page size.
     align: u32,
     pub(super) groups: Vec<Group>,
-    empty: Vec<u64>,
-    movable: Vec<u64>,
+    /// Of each window: 1 + its place among those that were read; 0: none.
+    read: Vec<u32>,
+    /// Blocks that are taken for moves are not empty here, and those that are moved not movable.
+    windows: Vec<Window>,
     /// Groups with live blocks that have empty ones, the fullest first; those that are being emptied
     /// are not among them.
     targets: Vec<u32>,
+    /// `targets` has but the fullest of them.
+    more: bool,
+    /// So many of `targets` have no empty block left.
+    filled: usize,
     /// Of each group: no longer run of empty blocks is in it.
     longest: Vec<u32>,
-    taken: Vec<u64>,
+    /// Of each group: no block before this one is empty.
+    first_empty: Vec<u32>,
+    /// Cached blocks that moves go to.
+    taken: HashSet<u32>,
     emptying: Vec<bool>,
     /// Groups that something moves to.
     received: Vec<bool>,
@@ -175,26 +224,142 @@ pub struct Picture<'a> {
     opens_short: bool,
 }
 
+/// The words of a window that were read, a bit in `read` for each.
+#[derive(Default)]
+struct Window {
+    read: u8,
+    words: [Sets; WORDS],
+}
+
+/// The `k` least of some keys, ascending.
+fn least<K: Ord>(k: usize, keys: impl Iterator<Item = K>) -> Vec<K> {
+    let mut heap = BinaryHeap::new();
+    for key in keys {
+        if heap.len() < k {
+            heap.push(key);
+        } else if let Some(mut most) = heap.peek_mut()
+            && key < *most
+        {
+            *most = key;
+        }
+    }
+    heap.into_sorted_vec()
+}
+
 impl<'a> Picture<'a> {
     /// The pool in groups of `size` blocks; `align` is log2 of the page that pieces are kept aligned
     /// to.
-    pub fn new(s: Snapshot<'a>, size: u32, align: u32) -> Self {
-        let groups = census(&s, size);
-        let words = s.num_blocks.div_ceil(64) as usize;
+    pub fn new<S: Source>(source: &'a S, size: u32, align: u32) -> Self {
+        let groups = census(source, size);
+        let num_blocks = source.num_blocks();
         Picture {
+            source,
+            num_blocks,
             size,
             align,
-            empty: s.empty[..words].to_vec(),
-            movable: s.movable[..words].to_vec(),
+            read: vec![0; num_blocks.div_ceil(WINDOW) as usize],
+            windows: Vec::new(),
             targets: Vec::new(),
-            longest: groups.iter().map(|group| group.empty).collect(),
-            taken: Vec::new(),
+            more: false,
+            filled: 0,
+            longest: vec![u32::MAX; groups.len()],
+            first_empty: vec![0; groups.len()],
+            taken: HashSet::new(),
             emptying: vec![false; groups.len()],
             received: vec![false; groups.len()],
             opens_short: true,
             groups,
-            s,
         }
+    }
+
+    /// The word `at` as it is now.
+    #[inline]
+    fn sets(&self, at: usize) -> Sets {
+        let (window, word) = (at / WORDS, at % WORDS);
+        if let Some(place) = (self.read[window] as usize).checked_sub(1) {
+            let window = &self.windows[place];
+            if window.read >> word & 1 == 1 {
+                return window.words[word];
+            }
+        }
+        self.source.sets(at)
+    }
+
+    /// The word of a block, to change it.
+    #[inline]
+    fn sets_mut(&mut self, block: u32) -> &mut Sets {
+        let at = (block / 64) as usize;
+        let source = self.source;
+        let (window, word) = (self.window_mut(block / WINDOW), at % WORDS);
+        if window.read >> word & 1 == 0 {
+            window.read |= 1 << word;
+            window.words[word] = source.sets(at);
+        }
+        &mut window.words[word]
+    }
+
+    fn window_mut(&mut self, window: u32) -> &mut Window {
+        let read = &mut self.read[window as usize];
+        if *read == 0 {
+            self.windows.push(Window::default());
+            *read = self.windows.len() as u32;
+        }
+        &mut self.windows[*read as usize - 1]
+    }
+
+    /// Reads a window now: what becomes of the source of it later is not seen.
+    pub(super) fn read(&mut self, window: u32) {
+        let first = window as usize * WORDS;
+        let end = self.num_blocks.div_ceil(64) as usize;
+        let source = self.source;
+        let window = self.window_mut(window);
+        for (word, at) in (first..end).take(WORDS).enumerate() {
+            if window.read >> word & 1 == 0 {
+                window.words[word] = source.sets(at);
+            }
+        }
+        window.read = u8::MAX;
+    }
+
+    /// Reads all windows that were not read yet.
+    pub(super) fn read_all(&mut self) {
+        (0..self.read.len() as u32).for_each(|window| self.read(window));
+    }
+
+    fn is_empty(&self, block: u32) -> bool {
+        self.sets((block / 64) as usize).empty >> (block % 64) & 1 == 1
+    }
+
+    fn next_empty(&self, range: Range<u32>) -> Option<Range<u32>> {
+        next_run(|at| self.sets(at).empty, range)
+    }
+
+    fn next_movable(&self, range: Range<u32>) -> Option<Range<u32>> {
+        next_run(|at| self.sets(at).movable, range)
+    }
+
+    /// The words of a group that lies in one window, from word `.0` of the pool on; they were read.
+    fn words_of(&self, group: u32) -> Option<(usize, &[Sets])> {
+        let blocks = self.blocks_of(group);
+        let (window, words) = (blocks.start / WINDOW, WORDS);
+        if (blocks.end - 1) / WINDOW != window {
+            return None;
+        }
+        let place = self.read[window as usize].checked_sub(1)?;
+        let window_words = &self.windows[place as usize].words;
+        Some((window as usize * words, window_words))
+    }
+
+    /// The blocks of a group.
+    fn blocks_of(&self, group: u32) -> Range<u32> {
+        let first = group * self.size;
+        first..self.num_blocks.min(first.saturating_add(self.size))
+    }
+
+    /// Reads the windows of a group.
+    fn read_group(&mut self, group: u32) {
+        let blocks = self.blocks_of(group);
+        (blocks.start / WINDOW..blocks.end.div_ceil(WINDOW)).for_each(|window| self.read(window));
     }
 
     /// Nothing may be moved into the group: it is being emptied, or is free and stays so.
@@ -205,7 +370,7 @@ impl<'a> Picture<'a> {
 
     /// Complete groups.
     fn complete(&self) -> u32 {
-        self.s.num_blocks / self.size
+        self.num_blocks / self.size
     }
 
     /// Available blocks.
@@ -235,9 +400,7 @@ impl<'a> Picture<'a> {
         if available < need {
             return Err(Impossible::TooFewAvailable { need, available });
         }
-        let mut order: Vec<u32> = (0..self.complete())
-            .filter(|&group| self.groups[group as usize].can_be_emptied())
-            .collect();
+        let order = self.cheapest(k, self.complete(), |_| true);
         if (order.len() as u32) < k {
             return Err(Impossible::TooFewGroups {
                 need: k,
@@ -245,8 +408,8 @@ impl<'a> Picture<'a> {
                 size: self.size,
             });
         }
-        self.cheapest(&mut order, k as usize);
-        Ok(self.evacuate(&order, max_moves, 1, lore))
+        let (pairs, remaining) = self.evacuate(&order, max_moves, 1, lore);
+        Ok(self.emptied(pairs, remaining))
     }
 
     /// Moves towards `k` free groups, of which only those with at most `most` live blocks are emptied,
@@ -258,65 +421,61 @@ impl<'a> Picture<'a> {
         max_moves: u32,
         lore: &mut Lore<'_>,
     ) -> Emptied {
-        let mut order: Vec<u32> = (0..self.complete())
-            .filter(|&group| {
-                let group = &self.groups[group as usize];
-                group.can_be_emptied() && group.movable <= most
-            })
-            .collect();
-        let k = (k as usize).min(order.len());
-        self.cheapest(&mut order, k);
+        let order = self.cheapest(k, self.complete(), |group| group.movable <= most);
         // Pieces may go to groups whose turn comes later, if they find room as a whole nowhere else: two
         // half empty ones become one.
-        let mut all = Emptied {
-            pairs: Vec::new(),
-            remaining: 0,
-            free: 0,
-        };
+        let mut pairs = Vec::new();
         let mut tries = TRIES;
         for &group in &order {
-            let left = max_moves - all.pairs.len() as u32;
+            let left = max_moves - pairs.len() as u32;
             tries = tries.saturating_sub(1);
             if left > 0 && tries > 0 && !self.received[group as usize] {
-                let emptied = self.evacuate(&[group], left, finest, lore);
-                all.pairs.extend(emptied.pairs);
+                pairs.extend(self.evacuate(&[group], left, finest, lore).0);
             }
         }
         // What has come to a group meanwhile would have to leave it again.
         let live = order
             .iter()
             .map(|&group| self.groups[group as usize].movable);
-        all.remaining = live.sum();
-        all.free = self.free();
-        all
+        let remaining = live.sum();
+        self.emptied(pairs, remaining)
     }
 
-    /// Leaves the `k` groups with the fewest live blocks, cheapest first, the lowest on ties.
-    fn cheapest(&self, order: &mut Vec<u32>, k: usize) {
-        let cost = |group: &u32| {
-            let it = &self.groups[*group as usize];
-            (it.movable, it.soon, *group)
-        };
-        if k < order.len() {
-            order.select_nth_unstable_by_key(k, cost);
-            order.truncate(k);
+    fn emptied(&self, pairs: Vec<[u32; 2]>, remaining: u32) -> Emptied {
+        Emptied {
+            pairs,
+            remaining,
+            free: self.free(),
         }
-        order.sort_unstable_by_key(cost);
     }
 
-    /// Empties groups in this order.
+    /// Of the first `end` groups that moves can empty and that are `wanted` the `k` with the fewest live
+    /// blocks, cheapest first, the lowest on ties; fewer if there are fewer.
+    fn cheapest(&self, k: u32, end: u32, wanted: impl Fn(&Group) -> bool) -> Vec<u32> {
+        let groups = (0..end).zip(&self.groups);
+        let cost = groups
+            .filter(|(_, it)| it.can_be_emptied() && wanted(it))
+            .map(|(at, it)| {
+                u128::from(it.movable) << 64 | u128::from(it.soon) << 32 | u128::from(at)
+            });
+        let order = least(k as usize, cost).into_iter();
+        order.map(|key| key as u32).collect()
+    }
+
+    /// Empties groups in this order: the moves, and how many are still to be made.
     fn evacuate(
         &mut self,
         order: &[u32],
         max_moves: u32,
         finest: u32,
         lore: &mut Lore<'_>,
-    ) -> Emptied {
+    ) -> (Vec<[u32; 2]>, u32) {
         for &group in order {
             self.emptying[group as usize] = true;
         }
         self.sort_targets();
-        let mut pairs = Vec::new();
+        let live = order.iter().map(|&at| self.groups[at as usize].movable);
+        let mut pairs = Vec::with_capacity(live.sum::<u32>().min(max_moves) as usize);
         let mut remaining = 0;
         let mut stop = false;
         for &group in order {
@@ -345,32 +504,37 @@ impl<'a> Picture<'a> {
             it.available += moved;
         }
         for &[source, _] in &pairs {
-            clear(&mut self.movable, source);
+            self.sets_mut(source).movable &= !bit(source);
         }
-        Emptied {
-            pairs,
-            remaining,
-            free: self.free(),
-        }
+        (pairs, remaining)
     }
 
     /// What lies in a group, in pieces that belong together, the longest first: it is the hardest to
     /// find room for.
-    fn pieces(&self, group: u32, lore: &Lore<'_>) -> Vec<(u32, Together)> {
-        let first = group * self.size;
-        let end = self.s.num_blocks.min(first + self.size);
-        let mut pieces = Vec::new();
-        let mut at = first;
-        while let Some(run) = next_run(&self.movable, at..end) {
+    fn pieces(&mut self, group: u32, lore: &Lore<'_>) -> Vec<(u32, Together)> {
+        self.read_group(group);
+        let blocks = self.blocks_of(group);
+        let (mut pieces, mut single) = (Vec::new(), Vec::new());
+        let mut each = |run: Range<u32>| {
             // What is one block need not be kept together.
             let together = match run.len() as u32 {
                 1 => ().run(run.start, 1),
                 most => lore.neighbours.run(run.start, most),
             };
-            pieces.push((run.start, together));
-            at = run.start + together.len;
+            match together.len {
+                1 => single.push((run.start, together)),
+                _ => pieces.push((run.start, together)),
+            }
+            run.start + together.len
+        };
+        match self.words_of(group) {
+            Some((first, words)) => {
+                each_run(|at| words[at - first].movable, blocks, &mut each);
+            }
+            None => each_run(|at| self.sets(at).movable, blocks, &mut each),
         }
         pieces.sort_by_key(|(_, together)| std::cmp::Reverse(together.len));
+        pieces.append(&mut single);
         pieces
     }
 
@@ -385,7 +549,7 @@ impl<'a> Picture<'a> {
         self.sort_targets();
         let mut pairs = Vec::new();
         let mut at = range.start;
-        while let Some(run) = next_run(&self.movable, at..range.end) {
+        while let Some(run) = self.next_movable(at..range.end) {
             let left = max_moves - pairs.len() as u32;
             let together = lore.neighbours.run(run.start, run.len() as u32);
             let n = together.len.min(left);
@@ -397,10 +561,21 @@ impl<'a> Picture<'a> {
         pairs
     }
 
-    /// Whether a block is stuck: neither available, nor empty soon, nor movable.
-    pub(super) fn is_stuck(&self, block: u32) -> bool {
-        let sets = [self.s.empty, self.s.cached, self.s.movable, self.s.soon];
-        block >= self.s.num_blocks || !sets.iter().any(|set| is_set(set, block))
+    /// The first block of a range that is stuck: neither available, nor empty soon, nor movable when
+    /// planning began.
+    pub(super) fn first_stuck(&self, range: Range<u32>) -> Option<u32> {
+        let inside = range.start..range.end.min(self.num_blocks);
+        let found = next_run(|at| self.source.sets(at).stuck(), inside.clone());
+        let found = found.map(|run| run.start);
+        found.or((inside.end < range.end).then_some(inside.end))
+    }
+
+    /// How many blocks of a range may move and have not moved in this plan.
+    pub(super) fn movable_in(&self, range: Range<u32>) -> u32 {
+        let words = (range.start / 64) as usize..range.end.div_ceil(64) as usize;
+        words
+            .map(|at| (self.sets(at).movable & mask(at, &range)).count_ones())
+            .sum()
     }
 
     /// At most `most` blocks of a piece from `start` on, up to the end of a page if there is one.
@@ -457,12 +632,12 @@ impl<'a> Picture<'a> {
         let it = &mut self.groups[group];
         it.movable -= 1;
         it.available += 1;
-        if is_set(self.s.empty, block) {
-            set(&mut self.empty, block);
+        if !self.taken.remove(&block) {
             it.empty += 1;
             self.longest[group] = it.empty;
-        } else {
-            clear(&mut self.taken, block);
+            self.first_empty[group] = 0;
+            self.filled = 0;
+            self.sets_mut(block).empty |= bit(block);
         }
     }
 
@@ -505,17 +680,37 @@ impl<'a> Picture<'a> {
             && self.move_piece(middle..piece.end, finest, pairs, lore)
     }
 
-    /// Sorts the groups with live blocks that have empty ones, the fullest first.
+    /// Sorts the groups with live blocks that have empty ones, the fullest first; those at the end only
+    /// when they are needed.
     pub(super) fn sort_targets(&mut self) {
-        let mut targets: Vec<u32> = (0..self.groups.len() as u32)
-            .filter(|&at| self.groups[at as usize].empty > 0 && !self.is_closed(at as usize))
+        let order = least(TARGETS, self.with_room());
+        self.targets = order.into_iter().map(|key| key as u32).collect();
+        self.more = self.targets.len() == TARGETS;
+        self.filled = 0;
+    }
+
+    /// The groups that something may be moved into, as keys by which they are sorted, with their number
+    /// in the lower half.
+    fn with_room(&self) -> impl Iterator<Item = u64> {
+        let groups = (0u32..).zip(&self.groups);
+        let groups = groups.filter(|(at, it)| it.empty > 0 && !self.is_closed(*at as usize));
+        groups.map(|(at, it)| {
+            u64::from(it.is_free()) << 63 | u64::from(it.available) << 32 | u64::from(at)
+        })
+    }
+
+    /// The other groups behind the first of `targets`. Whether there are any.
+    fn more_targets(&mut self) -> bool {
+        if !std::mem::take(&mut self.more) {
+            return false;
+        }
+        let known: HashSet<u32> = self.targets.iter().copied().collect();
+        let mut rest: Vec<u64> = (self.with_room())
+            .filter(|&key| !known.contains(&(key as u32)))
             .collect();
-        targets.sort_unstable_by_key(|&at| {
-            let group = &self.groups[at as usize];
-            (group.is_free(), group.available, at)
-        });
-        targets.reverse();
-        self.targets = targets;
+        rest.sort_unstable();
+        self.targets.extend(rest.iter().map(|&key| key as u32));
+        !rest.is_empty()
     }
 
     /// Takes a run of `n` empty blocks in the fullest group that has one, at the same place against
@@ -540,8 +735,13 @@ impl<'a> Picture<'a> {
 
     /// These empty blocks are taken.
     fn take(&mut self, first: u32, n: u32) {
-        for block in first..first + n {
-            clear(&mut self.empty, block);
+        if n == 1 {
+            self.sets_mut(first).empty &= !bit(first);
+            return self.fill((first / self.size) as usize, 1);
+        }
+        let range = first..first + n;
+        for at in first / 64..range.end.div_ceil(64) {
+            self.sets_mut(at * 64).empty &= !mask(at as usize, &range);
         }
         self.fill((first / self.size) as usize, n);
     }
@@ -553,9 +753,9 @@ impl<'a> Picture<'a> {
 
     /// Nothing is moved into the longest run of available blocks.
     pub(super) fn spare_longest(&mut self) {
-        let now = self.s.empty.iter().zip(self.s.cached);
-        let now: Vec<u64> = now.map(|(empty, cached)| empty | cached).collect();
-        let longest = longest(&now, self.s.num_blocks);
+        let sets = (0..self.num_blocks.div_ceil(64) as usize).map(|at| self.source.sets(at));
+        let now: Vec<u64> = sets.map(|sets| sets.empty | sets.cached).collect();
+        let longest = longest(&now, self.num_blocks);
         let first = longest.largest_start;
         self.spare(first..first + longest.largest);
     }
@@ -563,8 +763,8 @@ impl<'a> Picture<'a> {
     /// Nothing is moved into these blocks.
     pub(super) fn spare(&mut self, blocks: Range<u32>) {
         for block in blocks {
-            if is_set(&self.empty, block) {
-                clear(&mut self.empty, block);
+            if self.is_empty(block) {
+                self.sets_mut(block).empty &= !bit(block);
                 self.groups[(block / self.size) as usize].empty -= 1;
             }
         }
@@ -572,22 +772,23 @@ impl<'a> Picture<'a> {
 
     /// Whether a block may move and has not moved in this plan.
     pub(super) fn may_move(&self, block: u32) -> bool {
-        is_set(&self.movable, block)
+        self.sets((block / 64) as usize).movable >> (block % 64) & 1 == 1
     }
 
     /// How many empty blocks follow each other from one on, up to `most`, in its group. None in a group
     /// that is free or being emptied.
     pub(super) fn empty_from(&self, first: u32, most: u32) -> u32 {
         let group = first / self.size;
-        let end = self.s.num_blocks.min((group + 1).saturating_mul(self.size));
+        let end = self.num_blocks.min((group + 1).saturating_mul(self.size));
         let end = end.min(first.saturating_add(most));
         if first >= end || self.is_closed(group as usize) {
             return 0;
         }
-        next_run(&self.empty, first..end).map_or(0, |run| match run.start == first {
-            true => run.len() as u32,
-            false => 0,
-        })
+        self.next_empty(first..end)
+            .map_or(0, |run| match run.start == first {
+                true => run.len() as u32,
+                false => 0,
+            })
     }
 
     /// Whether the `n` blocks before one are empty.
@@ -599,11 +800,11 @@ impl<'a> Picture<'a> {
     /// sources do not move again.
     pub(super) fn moved(&mut self, pairs: &[[u32; 2]]) {
         for &[source, destination] in pairs {
-            clear(&mut self.movable, source);
+            self.sets_mut(source).movable &= !bit(source);
             let from = &mut self.groups[(source / self.size) as usize];
             from.movable -= 1;
             from.available += 1;
-            if is_set(&self.empty, destination) {
+            if self.is_empty(destination) {
                 self.take(destination, 1);
             }
         }
@@ -618,32 +819,48 @@ impl<'a> Picture<'a> {
         };
         self.longest[at] = self.size;
         // The emptiest of all.
-        self.targets.insert(0, at as u32);
+        self.more_targets();
+        self.targets.push(at as u32);
         true
     }
 
     /// The first run of `n` empty blocks in the fullest group that has one.
     fn find_run(&mut self, n: u32, page: u32, phase: u32) -> Option<u32> {
-        // From the back: the fullest.
-        for i in (0..self.targets.len()).rev() {
-            let group = self.targets[i] as usize;
-            if self.longest[group] < n {
+        while let Some(&group) = self.targets.get(self.filled)
+            && self.groups[group as usize].empty == 0
+        {
+            self.filled += 1;
+        }
+        let mut i = self.filled;
+        while i < self.targets.len() || self.more_targets() {
+            let group = self.targets[i];
+            i += 1;
+            let it = group as usize;
+            if self.longest[it].min(self.groups[it].empty) < n {
                 continue;
             }
-            let first = group as u32 * self.size;
-            let end = self.s.num_blocks.min(first + self.size);
-            let mut at = first;
-            let mut longest = 0;
-            while let Some(run) = next_run(&self.empty, at..end) {
-                longest = longest.max(run.len() as u32);
-                let shift = phase.wrapping_sub(run.start) & (page - 1);
-                let start = run.start + shift;
-                if start + n <= run.end {
-                    return Some(start);
-                }
-                at = run.end;
+            self.read_group(group);
+            let blocks = self.blocks_of(group);
+            let blocks = blocks.start.max(self.first_empty[it])..blocks.end;
+            let mut found = Found {
+                page,
+                phase,
+                n,
+                first: None,
+                longest: 0,
+                place: None,
+            };
+            let end = blocks.end;
+            let look = |run| found.look(run, end);
+            match self.words_of(group) {
+                Some((first, words)) => each_run(|at| words[at - first].empty, blocks, look),
+                None => each_run(|at| self.sets(at).empty, blocks, look),
             }
-            self.longest[group] = longest;
+            self.first_empty[it] = found.first.unwrap_or(end);
+            if found.place.is_some() {
+                return found.place;
+            }
+            self.longest[it] = found.longest;
         }
         None
     }
@@ -651,24 +868,22 @@ impl<'a> Picture<'a> {
     /// The least recently used cached block in a group with live blocks; when none is found soon, any
     /// in the fullest.
     fn take_cached(&mut self, lore: &mut Lore<'_>) -> Option<u32> {
-        if self.taken.is_empty() {
-            self.taken = vec![0; self.empty.len()];
-        }
         let found = (0..LOOKS)
             .map_while(|_| lore.lru.next())
             .find(|&block| self.may_evict(block));
         let found = found.or_else(|| {
-            let open = |at: &usize| !self.is_closed(*at);
-            let mut groups: Vec<usize> = (0..self.groups.len()).filter(open).collect();
-            groups.sort_unstable_by_key(|&at| self.groups[at].available);
-            let all = groups.iter().flat_map(|&at| {
-                let first = at as u32 * self.size;
-                first..self.s.num_blocks.min(first + self.size)
-            });
+            // Those that have cached blocks left.
+            let open = |&at: &u32| {
+                let group = &self.groups[at as usize];
+                group.available > group.empty && !self.is_closed(at as usize)
+            };
+            let mut groups: Vec<u32> = (0..self.groups.len() as u32).filter(open).collect();
+            groups.sort_unstable_by_key(|&at| self.groups[at as usize].available);
+            let all = groups.into_iter().flat_map(|at| self.blocks_of(at));
             all.into_iter().find(|&block| self.may_evict(block))
         });
         if let Some(block) = found {
-            set(&mut self.taken, block);
+            self.taken.insert(block);
             self.received[(block / self.size) as usize] = true;
             let group = &mut self.groups[(block / self.size) as usize];
             group.available -= 1;
@@ -679,9 +894,9 @@ impl<'a> Picture<'a> {
 
     fn may_evict(&self, block: u32) -> bool {
         let group = (block / self.size) as usize;
-        block < self.s.num_blocks
-            && is_set(self.s.cached, block)
-            && !is_set(&self.taken, block)
+        block < self.num_blocks
+            && self.sets((block / 64) as usize).cached >> (block % 64) & 1 == 1
+            && !self.taken.contains(&block)
             && !self.is_closed(group)
     }
 
@@ -694,11 +909,58 @@ impl<'a> Picture<'a> {
     }
 }
 
+/// The bit of a block in its word.
+fn bit(block: u32) -> u64 {
+    1 << (block % 64)
+}
+
+/// A search for a run of `n` empty blocks.
+struct Found {
+    page: u32,
+    phase: u32,
+    n: u32,
+    /// The first empty block.
+    first: Option<u32>,
+    /// The longest run.
+    longest: u32,
+    place: Option<u32>,
+}
+
+impl Found {
+    /// Looks at a run; where to go on.
+    #[inline]
+    fn look(&mut self, run: Range<u32>, end: u32) -> u32 {
+        self.first.get_or_insert(run.start);
+        self.longest = self.longest.max(run.len() as u32);
+        let shift = self.phase.wrapping_sub(run.start) & (self.page - 1);
+        let start = run.start + shift;
+        if start + self.n > run.end {
+            return run.end;
+        }
+        self.place = Some(start);
+        end
+    }
+}
+
+/// Shows runs of set bits in a range, each from where the look at the one before ended.
+#[inline]
+fn each_run(
+    words: impl Fn(usize) -> u64,
+    range: Range<u32>,
+    mut look: impl FnMut(Range<u32>) -> u32,
+) {
+    let mut at = range.start;
+    while let Some(run) = next_run(&words, at..range.end) {
+        at = look(run);
+    }
+}
+
 /// The first run of set bits in a range.
-fn next_run(words: &[u64], range: Range<u32>) -> Option<Range<u32>> {
+#[inline]
+fn next_run(words: impl Fn(usize) -> u64, range: Range<u32>) -> Option<Range<u32>> {
     let mut at = range.start;
     while at < range.end {
-        let word = words[(at / 64) as usize] >> (at % 64);
+        let word = words((at / 64) as usize) >> (at % 64);
         if word == 0 {
             at = (at / 64 + 1) * 64;
             continue;
@@ -709,7 +971,7 @@ fn next_run(words: &[u64], range: Range<u32>) -> Option<Range<u32>> {
         }
         let mut end = start;
         loop {
-            let ones = (words[(end / 64) as usize] >> (end % 64)).trailing_ones();
+            let ones = (words((end / 64) as usize) >> (end % 64)).trailing_ones();
             let room = 64 - end % 64;
             end += ones.min(room);
             if ones < room || end >= range.end {
@@ -741,35 +1003,36 @@ impl Picture<'_> {
     /// The bound: H windows held, L live blocks, windows of W: `H <= L / W + 1 + slack`.
     pub fn held(&self, slack: u32) -> Held {
         let (mut live, mut windows) = (0, 0u32);
-        let mut costs = Vec::new();
+        // How many cost so many moves.
+        let mut costs = vec![0u32; self.size as usize + 1];
+        let mut movable = 0u32;
         for group in &self.groups {
             let here = group.movable + group.stuck + group.soon;
             live += here;
             if here > 0 {
                 windows += 1;
                 if group.can_be_emptied() {
-                    costs.push(group.movable);
+                    costs[group.movable as usize] += 1;
+                    movable += 1;
                 }
             }
         }
         // The last window may be a short one, which holds less than the others.
-        let short = u32::from(!self.s.num_blocks.is_multiple_of(self.size));
+        let short = u32::from(!self.num_blocks.is_multiple_of(self.size));
         let allowed = live / self.size + 1 + short + slack;
-        let excess = windows.saturating_sub(allowed) as usize;
-        let mut owed = 0;
-        if excess > 0 {
-            let n = excess.min(costs.len());
-            if n < costs.len() {
-                costs.select_nth_unstable(n);
-            }
-            owed = costs[..n].iter().sum();
+        let excess = windows.saturating_sub(allowed);
+        let (mut owed, mut left) = (0, excess);
+        for (cost, windows) in (0u32..).zip(costs) {
+            let n = windows.min(left);
+            owed += cost * n;
+            left -= n;
         }
         Held {
             live,
             windows,
             allowed,
             owed,
-            immovable: excess.saturating_sub(costs.len()) as u32,
+            immovable: excess.saturating_sub(movable),
         }
     }
 
@@ -779,15 +1042,9 @@ impl Picture<'_> {
         self.opens_short = false;
         let held = self.held(slack);
         let excess = held.windows.saturating_sub(held.allowed);
-        let mut order: Vec<u32> = (0..self.groups.len() as u32)
-            .filter(|&at| {
-                let group = &self.groups[at as usize];
-                !group.is_free() && group.can_be_emptied()
-            })
-            .collect();
-        let k = (excess as usize).min(order.len());
-        self.cheapest(&mut order, k);
-        self.evacuate(&order, max_moves, 1, lore)
+        let order = self.cheapest(excess, self.groups.len() as u32, |group| !group.is_free());
+        let (pairs, remaining) = self.evacuate(&order, max_moves, 1, lore);
+        self.emptied(pairs, remaining)
     }
 }
 
@@ -795,6 +1052,7 @@ impl Picture<'_> {
 pub(super) mod tests {
     use std::collections::{BTreeSet, VecDeque};
 
+    use super::super::plan::set;
     use super::super::plan::tests::random;
     use super::*;
     use proptest::prelude::*;
@@ -853,19 +1111,8 @@ pub(super) mod tests {
             Model::new(states.collect(), size)
         }
 
-        fn snapshot(&self) -> Snapshot<'_> {
-            let [empty, cached, movable, soon] = &self.words;
-            Snapshot {
-                num_blocks: self.states.len() as u32,
-                empty,
-                cached,
-                movable,
-                soon,
-            }
-        }
-
         pub(in super::super) fn picture(&self, align: u32) -> Picture<'_> {
-            Picture::new(self.snapshot(), self.size, align)
+            Picture::new(self, self.size, align)
         }
 
         pub(in super::super) fn all(&self, state: State) -> Vec<u32> {
@@ -959,6 +1206,26 @@ pub(super) mod tests {
                 let unused = self.all(Empty).into_iter().find(room);
                 assert_eq!(unused, None, "evicted while a block was empty");
             }
+        }
+    }
+
+    impl Source for Model {
+        fn num_blocks(&self) -> u32 {
+            self.states.len() as u32
+        }
+
+        fn sets(&self, at: usize) -> Sets {
+            let [empty, cached, movable, soon] = [0, 1, 2, 3].map(|i| self.words[i][at]);
+            Sets {
+                empty,
+                cached,
+                movable,
+                soon,
+            }
+        }
+
+        fn windows(&self) -> Option<Vec<Group>> {
+            None
         }
     }
 

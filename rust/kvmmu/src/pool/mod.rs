@@ -24,6 +24,7 @@
 //! evictable  1 bit   cached, and may be evicted now: counts as available
 //! stuck      1 bit   must not be planned as a source: fenced, destined, offline, moving, pinned,
 //!                    or cached but not yet evictable
+//! indexed    32 bit  a window: how many bits it has in these two
 //! ```
 //!
 //! | from | to | linearisation point | who may |
@@ -55,7 +56,7 @@ mod states;
 mod word;
 
 use crate::error::Result;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u64};
+use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u32, zeroed_u64};
 
 use fifo::Fifo;
 use homes::Home;
@@ -86,6 +87,8 @@ pub struct Pool<const BITS: u32 = 64, const WORDS: usize = 8> {
     words: Box<[AtomicU64]>,
     evictable: Box<[AtomicU64]>,
     stuck: Box<[AtomicU64]>,
+    /// Of each window: bits of `evictable` (lower half) and of `stuck` (upper half).
+    indexed: Box<[AtomicU32]>,
     counts: [AtomicU32; 5],
     num_evictable: AtomicU32,
     fifo: Option<Mutex<Fifo>>,
@@ -108,6 +111,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
             words: zeroed_u64(span.div_ceil(2) as usize)?,
             evictable: zeroed_u64(words)?,
             stuck: zeroed_u64(words)?,
+            indexed: zeroed_u32(span.div_ceil(Self::WINDOW) as usize)?,
             counts: std::array::from_fn(|_| AtomicU32::new(0)),
             num_evictable: AtomicU32::new(0),
             fifo: match placement {

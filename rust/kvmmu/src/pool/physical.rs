@@ -538,6 +538,18 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
 
     // -- looking -----------------------------------------------------------------------------
 
+    /// Empty blocks of every window, by the credits. Exact at quiescence.
+    pub(crate) fn empty_by_window(&self) -> Vec<u32> {
+        let counters = (0..self.windows).map(|window| count(self.counter(window)));
+        let mut empty: Vec<u32> = counters.collect();
+        for seat in self.active().iter().map(Home::seat) {
+            if let Some(window) = seat.window() {
+                empty[window as usize] += seat.credits();
+            }
+        }
+        empty
+    }
+
     /// Windows that are wholly empty.
     pub(crate) fn free_windows(&self) -> u32 {
         let whole = |window: &u32| {

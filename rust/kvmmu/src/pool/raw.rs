@@ -707,9 +707,11 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         Ok(())
     }
 
-    /// Recounts what says which blocks are empty: counters, seats, wallets, indices.
+    /// Recounts what says which blocks are empty (counters, seats, wallets, indices), and what is
+    /// counted by window.
     pub(crate) fn audit_credits(&self) -> std::result::Result<(), String> {
-        self.physical.audit()
+        self.physical.audit()?;
+        self.audit_indexed()
     }
 
     // -- beneath -----------------------------------------------------------------------------

@@ -241,6 +241,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// Enters a block into the evictable index, or takes it out.
     pub(crate) fn set_evictable(&self, block: u32, on: bool) {
         if set_bit(&self.evictable, block, on) {
+            self.count_indexed(block, 1, on);
             // Relaxed, both: as for the counts.
             if on {
                 self.num_evictable.fetch_add(1, Ordering::Relaxed);
@@ -270,9 +271,46 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
 
     /// Enters a block into the stuck index, or takes it out.
     pub(crate) fn set_stuck(&self, block: u32, on: bool) {
-        if self.is_stuck(block) != on {
-            set_bit(&self.stuck, block, on);
+        if self.is_stuck(block) != on && set_bit(&self.stuck, block, on) {
+            self.count_indexed(block, 1 << 16, on);
         }
+    }
+
+    /// The bits of a window change by one.
+    fn count_indexed(&self, block: u32, one: u32, on: bool) {
+        let cell = &self.indexed[(block / Self::WINDOW) as usize];
+        // Relaxed: sums that are exact at quiescence. A half may be below 0 until then, and borrows
+        // from the other what it gives back.
+        cell.fetch_add(if on { one } else { one.wrapping_neg() }, Ordering::Relaxed);
+    }
+
+    /// Bits of a window in the indices: evictable, stuck. Exact at quiescence.
+    pub(crate) fn indexed_in(&self, window: u32) -> (u32, u32) {
+        // Relaxed: as above.
+        let both = self.indexed[window as usize].load(Ordering::Relaxed);
+        (both & 0xffff, both >> 16)
+    }
+
+    /// Holds the counts of the indices by window against a recount. Only when nobody else is at work.
+    pub(crate) fn audit_indexed(&self) -> std::result::Result<(), String> {
+        for window in 0..self.indexed.len() as u32 {
+            let end = self.span().min((window + 1) * Self::WINDOW);
+            let count = |is: &dyn Fn(u32) -> bool| {
+                let blocks = window * Self::WINDOW..end;
+                blocks.filter(|&block| is(block)).count() as u32
+            };
+            let found = (
+                count(&|block| self.is_evictable(block)),
+                count(&|block| self.is_stuck(block)),
+            );
+            let known = self.indexed_in(window);
+            if known != found {
+                return Err(format!(
+                    "window {window}: evictable and stuck {found:?}, counted are {known:?}"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Takes the blocks of a range out of the stuck index.
@@ -340,6 +378,27 @@ impl Pool {
             .collect()
     }
 
+    /// Words of 64 blocks: those that are not empty (among them what lies behind the last block), the
+    /// evictable ones, the stuck ones.
+    pub(crate) fn sets(&self, at: usize) -> [u64; 3] {
+        // Relaxed, all: whoever decides by it looks again, or has the pool at rest.
+        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        [
+            load(&self.physical.lines[at]),
+            load(&self.evictable[at]),
+            load(&self.stuck[at]),
+        ]
+    }
+
+    /// Of each window: (empty, evictable, stuck) blocks. Exact at quiescence.
+    pub(crate) fn counts_by_window(&self) -> impl Iterator<Item = (u32, u32, u32)> {
+        let empty = self.physical.empty_by_window().into_iter();
+        (0..).zip(empty).map(|(window, empty)| {
+            let (evictable, stuck) = self.indexed_in(window);
+            (empty, evictable, stuck)
+        })
+    }
+
     /// Bits of the evictable blocks.
     pub(crate) fn evictable_bits(&self) -> Vec<u64> {
         self.evictable
@@ -365,20 +424,6 @@ impl Pool {
         let outside = (first + WINDOW).saturating_sub(self.physical.span);
         let null = self.reserved.is_some_and(|block| block / WINDOW == window);
         held.saturating_sub(evictable + outside + u32::from(null))
-    }
-
-    /// Bits of the blocks in use that are not stuck. (Cached blocks are evictable or stuck.)
-    pub(crate) fn movable_bits(&self) -> Vec<u64> {
-        let mut bits: Vec<u64> = (self.lines().zip(&self.evictable).zip(&self.stuck))
-            .map(|((line, ev), stuck)| {
-                line & !ev.load(Ordering::Relaxed) & !stuck.load(Ordering::Relaxed)
-            })
-            .collect();
-        let rest = self.physical.span % 64;
-        if rest != 0 {
-            *bits.last_mut().expect("a pool has at least one block") &= !(!0 << rest);
-        }
-        bits
     }
 
     /// Windows in which every block is empty or evictable: (evictable, window).

@@ -122,6 +122,9 @@ impl Holds {
 
     /// All holds that there are now: (blocks, slot), the largest first.
     pub(crate) fn largest(&self) -> Vec<(Range<u32>, u32)> {
+        if self.total() == 0 {
+            return Vec::new();
+        }
         let all = (0..self.words.len() as u32).map(|slot| (self.of(slot), slot));
         let mut held: Vec<_> = all.filter(|(range, _)| !range.is_empty()).collect();
         held.sort_by_key(|(range, _)| std::cmp::Reverse(range.len()));

@@ -248,13 +248,11 @@ impl Mmu {
         sequence.version = sequence.version.wrapping_add(1);
     }
 
-    /// One place where a block is mapped: (slot, virtual block).
-    pub(crate) fn first_mapping(&self, shared: &Shared, block: u32) -> Option<(u32, u32)> {
-        self.reverse.pages_of(block).find_map(|(order, page)| {
-            let loc = self.reverse.first(&shared.chains, (order, page))?;
-            let (slot, at) = self.table.whose(loc);
-            Some((slot, at + block - (page << order)))
-        })
+    /// One of the pages that a block is mapped by, the largest, and where its (first) entry stands.
+    pub(crate) fn first_page(&self, shared: &Shared, block: u32) -> Option<(PageOf, Loc)> {
+        self.reverse
+            .pages_of(block)
+            .find_map(|page| Some((page, self.reverse.first(&shared.chains, page)?)))
     }
 
     /// Every place where a block is mapped: (slot, virtual block).

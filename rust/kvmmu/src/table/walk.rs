@@ -213,6 +213,33 @@ impl<const FANOUT: u32> Table<FANOUT> {
         out
     }
 
+    /// What the entries next to one of level 1 say, which maps `block`: the block mapped before it; how
+    /// many of the `most` from it on map consecutive blocks; whether nothing is mapped behind these.
+    /// `None`: they lie in other nodes.
+    pub(crate) fn around(
+        &self,
+        loc: Loc,
+        block: u32,
+        most: u32,
+    ) -> Option<(Option<u32>, u32, bool)> {
+        let node = loc / FANOUT;
+        let mapped = |at: u32| {
+            let pte = self.load(node, at);
+            pte.is_present().then(|| pte.block())
+        };
+        let at = loc % FANOUT;
+        let before = mapped(at.checked_sub(1)?);
+        let mut len = 1;
+        while at + len < FANOUT {
+            let next = mapped(at + len);
+            if len == most || next != Some(block + len) {
+                return Some((before, len, next.is_none()));
+            }
+            len += 1;
+        }
+        None
+    }
+
     /// Physical block of a logical block of a slot, without any lock, while anybody changes the
     /// table. `None`: it is not mapped, or the slot is not open.
     ///
