@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "kvmmu"
-EXTRAS = {"cli", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example"}
+EXTRAS = {"cli", "config", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example"}
 CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python"}
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import _core
-from . import doctor, fuzz, replay
+from . import config, doctor, fuzz, replay
 
 __all__ = ["app"]
 
@@ -45,3 +45,4 @@ def _kvmmu(
 app.command(name="doctor")(doctor.doctor)
 app.command(name="replay")(replay.replay)
 app.command(name="fuzz")(fuzz.fuzz)
+app.add_typer(config.app)

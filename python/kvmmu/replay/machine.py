@@ -10,6 +10,7 @@ Two regions are stored, and a move copies both: 8 bytes for each token position 
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from .._core import MMU, BlockTables
 from ..errors import InvalidConfig
 from ..movers import CPUMover, SupportsMove
+from ..preheat import Preheated, preheat, touch_host
 from ..storage import Storage
 from .faults import FaultyMover
 from .metrics import TimedMMU
@@ -65,6 +67,7 @@ class Machine:
             seed=options.seed,
             eviction=options.eviction,
             page_aware=options.page_aware,
+            **options.further,
         )
         try:
             contents = np.zeros((options.blocks + 1, self.block_size), dtype=np.uint64)
@@ -79,7 +82,12 @@ class Machine:
         self.block_table = table
         self.slot_mapping = slot_mapping
         self.seq_lens = np.zeros(rows, dtype=np.int32)
-        mover: SupportsMove = CPUMover(Storage.from_numpy([contents, owners]))
+        storage = Storage.from_numpy([contents, owners])
+        self.preheated: Preheated | None = None
+        if options.preheat_pages:
+            pages = options.preheat_pages
+            self.preheated = preheat(mmu, pages, touch=partial(touch_host, storage))
+        mover: SupportsMove = CPUMover(storage)
         if options.sabotage is not None:
             from .sabotage import Target, wrap
 

@@ -6,6 +6,7 @@ What lives here: :func:`replay`, which puts the rooms together. What never lives
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -57,4 +58,6 @@ def replay(
     verifier = Verifier(machine, totals, options.seed, say) if options.verify else None
     kind = Alone if options.one_at_a_time else Serving
     kind(trace, options, machine, totals, verifier, watch).run()
-    return figures(trace, options, totals, machine.mmu, perf_counter() - start)
+    found = figures(trace, options, totals, machine.mmu, perf_counter() - start)
+    found["preheated"] = None if machine.preheated is None else asdict(machine.preheated)
+    return found
