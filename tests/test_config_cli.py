@@ -90,7 +90,7 @@ def test_a_replay_takes_the_settings_and_says_which_it_has_no_use_for(
     expected = {
         "blocks": 2048, "block_size": 32, "page_orders": [0, 3], "hold_blocks": 2,
         "eviction": "lfu", "reserved_blocks": 512, "compaction": False, "budget_blocks": 5,
-        "further": {"anchor": 0.5, "windows_below": 0.5}, "guarantee": None,
+        "further": {"anchor": 0.5}, "windows_below": 0.5, "guarantee": None,
         "placement": "address", "preheat_pages": 3,
     }  # fmt: skip
     assert {name: options[name] for name in expected} == expected

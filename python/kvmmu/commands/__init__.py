@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import _core
-from . import config, doctor, fuzz, replay
+from . import config, doctor, fuzz, replay, soak
 
 __all__ = ["app"]
 
@@ -44,5 +44,6 @@ def _kvmmu(
 
 app.command(name="doctor")(doctor.doctor)
 app.command(name="replay")(replay.replay)
+app.command(name="soak")(soak.soak)
 app.command(name="fuzz")(fuzz.fuzz)
 app.add_typer(config.app)

@@ -40,7 +40,6 @@ __all__ = ["replay"]
 
 BLOCKS = 90_000
 BLOCKS_FOR_SAMPLE = 2_048
-_COMPACTION = ("windows_below", "gather_least", "compaction_start", "compaction_stop")
 
 
 class Sample(Enum):
@@ -172,9 +171,10 @@ def replay(
             further={
                 **given.further("pool", "anchor", "dedup", "table_nodes"),
                 **given.further("pages", "medium_from", "huge_from"),
-                **given.further("prefix", "prefix_caching"),
-                **given.further("compaction", *_COMPACTION),
+                **given.further("compaction", "compaction_start", "compaction_stop"),
             },
+            **given.further("prefix", "prefix_caching"),
+            **given.further("compaction", "windows_below", "gather_least"),
             one_at_a_time=one_at_a_time,
             verify=verify,
             sabotage=sabotage,

@@ -67,13 +67,13 @@ class Alone:
         size = self._options.block_size
         prompt = int(self._trace.prompt_tokens[request])
         positions = self._trace.positions(request)
-        reason = self._policy.refusal(positions)
+        reason = self._policy.refusal(prompt, positions)
         if reason is not None:
             totals.refuse(request, reason)
             return
         tokens = self._tokens.request(request)[:positions]
         try:
-            sequence = mmu.open(tokens[:prompt])
+            sequence = mmu.open(tokens[:prompt], {})
         except (OutOfBlocks, OutOfTables) as error:
             totals.refuse(request, str(error))
             return

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .._core import MMU, BlockTables
 from ..errors import InvalidConfig
-from ..movers import CPUMover, SupportsMove
+from ..movers import CPUMover, Pairs, SupportsMove
 from ..preheat import Preheated, preheat, touch_host
 from ..storage import Storage
 from .faults import FaultyMover
@@ -59,6 +59,7 @@ class Machine:
             options.block_size,
             max_sequences=rows,
             max_blocks_per_sequence=width,
+            prefix_caching=options.prefix_caching,
             placement=options.placement,
             page_orders=options.page_orders,
             hold_blocks=options.hold_blocks,
@@ -67,11 +68,14 @@ class Machine:
             seed=options.seed,
             eviction=options.eviction,
             page_aware=options.page_aware,
+            windows_below=options.windows_below,
+            gather_least=options.gather_least,
             **options.further,
         )
+        stored = options.blocks + 1 if options.contents else 0
         try:
-            contents = np.zeros((options.blocks + 1, self.block_size), dtype=np.uint64)
-            owners = np.zeros((options.blocks + 1, 1), dtype=np.uint64)
+            contents = np.zeros((stored, self.block_size), dtype=np.uint64)
+            owners = np.zeros((stored, 1), dtype=np.uint64)
             table = np.empty((rows, width + width % 2), dtype=np.int32)
             slot_mapping = np.empty(slots, dtype=np.int64)
         except MemoryError as error:
@@ -82,12 +86,14 @@ class Machine:
         self.block_table = table
         self.slot_mapping = slot_mapping
         self.seq_lens = np.zeros(rows, dtype=np.int32)
-        storage = Storage.from_numpy([contents, owners])
+        mover: SupportsMove = _NoMover()
+        touch = None
+        if options.contents:
+            storage = Storage.from_numpy([contents, owners])
+            mover, touch = CPUMover(storage), partial(touch_host, storage)
         self.preheated: Preheated | None = None
         if options.preheat_pages:
-            pages = options.preheat_pages
-            self.preheated = preheat(mmu, pages, touch=partial(touch_host, storage))
-        mover: SupportsMove = CPUMover(storage)
+            self.preheated = preheat(mmu, options.preheat_pages, touch=touch)
         if options.sabotage is not None:
             from .sabotage import Target, wrap
 
@@ -127,13 +133,21 @@ class Machine:
         return int(self.block_table[row, position // self.block_size])
 
 
+class _NoMover:
+    """Where no bytes are stored there is nothing to copy."""
+
+    def move(self, pairs: Pairs) -> None:
+        pass
+
+
 def _check_memory(options: Options, rows: int, width: int, slots: int) -> None:
     if rows * width > MAX_TABLE_ENTRIES:
         raise InvalidConfig(
             f"--max-running: {rows} rows of {width} blocks, allowed: at most "
             f"{MAX_TABLE_ENTRIES // width} rows with requests of this length and this --block-size"
         )
-    needed = (options.blocks + 1) * (12 * options.block_size + 8 + _METADATA_BYTES)
+    stored = 12 * options.block_size + 8 if options.contents else 4 * options.block_size
+    needed = (options.blocks + 1) * (stored + _METADATA_BYTES)
     needed += rows * width * 4 + slots * 24
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

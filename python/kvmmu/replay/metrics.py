@@ -12,24 +12,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter_ns
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .._core import MMU, BlockTables, Measure, Quote
-from ..compaction import compact
+from .._core import MMU, BlockTables, Measure, Plan, Quote, SequenceInfo
+from ..compaction import compact, run_plan
 from ..movers import SupportsMove
 from .faults import FaultyMover, InjectedFault
 
-__all__ = ["TimedMMU", "Totals"]
+__all__ = ["LONG_PROMPT", "SHORT", "Shape", "TimedMMU", "Totals"]
 
 SHORT, LONG_PROMPT = 2_000, 100_000
 """Tokens: sequences of at most and of more than so many are counted apart."""
 
 T = TypeVar("T")
+
+
+class Shape(TypedDict, total=False):
+    """What a request requires of where it lies, as :meth:`kvmmu.MMU.open` takes it."""
+
+    require: str
+    contiguous: int
 
 
 class TimedMMU:
@@ -44,34 +51,60 @@ class TimedMMU:
         self.laps = array("q")
         """Nanoseconds inside kvmmu, one entry a step."""
 
+    def begin_anew(self) -> None:
+        """Forgets what was timed so far."""
+        self.total_ns = self._lap_from = 0
+        self.laps = array("q")
+
     def lap(self) -> None:
         self.laps.append(self.total_ns - self._lap_from)
         self._lap_from = self.total_ns
 
-    def _timed(self, call: Callable[[], T]) -> T:
+    def timed(self, call: Callable[[MMU], T]) -> T:
+        """Any call that is made less than once a step."""
         start = perf_counter_ns()
         try:
-            return call()
+            return call(self._mmu)
         finally:
             self.total_ns += perf_counter_ns() - start
 
     # The calls of every step are written out: a closure would cost as much as some of them.
 
-    def open(self, tokens: npt.NDArray[np.int32]) -> int:
+    def open(self, tokens: npt.NDArray[np.int32], shape: Shape) -> int:
         start = perf_counter_ns()
         try:
-            return self._mmu.open(tokens)
+            return self._mmu.open(tokens, **shape)
         finally:
             self.total_ns += perf_counter_ns() - start
 
-    def runs(self, sequence: int) -> int:
-        return self._timed(lambda: self._mmu.info(sequence).num_runs)
+    def fork(self, sequence: int, tokens: npt.NDArray[np.int32]) -> int:
+        """A continuation: a fork that is extended by tokens, or nothing."""
+
+        def call(mmu: MMU) -> int:
+            child = mmu.fork(sequence)
+            try:
+                copies = mmu.append(child, tokens)
+            except BaseException:
+                mmu.close(child)
+                raise
+            if len(copies):
+                self._mover.move(copies)
+            return child
+
+        return self.timed(call)
+
+    def info(self, sequence: int) -> SequenceInfo:
+        return self.timed(lambda mmu: mmu.info(sequence))
 
     def cached_tokens(self, sequence: int) -> int:
-        return self._timed(lambda: self._mmu.info(sequence).num_cached_tokens)
+        return self.timed(lambda mmu: mmu.info(sequence).num_cached_tokens)
 
-    def quote(self, tokens: npt.NDArray[np.int32]) -> Quote:
-        return self._timed(lambda: self._mmu.quote(tokens))
+    def blocks(self, sequence: int) -> npt.NDArray[np.int32]:
+        """Physical blocks of a sequence; the clock stands still."""
+        return self._mmu.block_table(sequence)
+
+    def quote(self, tokens: npt.NDArray[np.int32], shape: Shape) -> Quote:
+        return self.timed(lambda mmu: mmu.quote(tokens, **shape))
 
     def close(self, sequence: int) -> None:
         start = perf_counter_ns()
@@ -129,8 +162,12 @@ class TimedMMU:
                 self.faults.passes = False
             self.total_ns += perf_counter_ns() - start
 
+    def run_plan(self, plan: Plan) -> int:
+        """Carries out a plan that somebody asked for."""
+        return self.timed(lambda mmu: run_plan(mmu, self._mover, plan))
+
     def guarantee(self) -> dict[str, int]:
-        return self._timed(self._mmu.guarantee)
+        return self.timed(lambda mmu: mmu.guarantee())
 
     def states(self) -> dict[str, int]:
         start = perf_counter_ns()
@@ -145,7 +182,7 @@ class TimedMMU:
         return measure
 
     def stats(self) -> dict[str, int]:
-        return self._timed(self._mmu.stats)
+        return self.timed(lambda mmu: mmu.stats())
 
 
 @dataclass(slots=True)
@@ -185,6 +222,48 @@ class Totals:
     huge_sum: int = 0
     pages_sum: dict[int, int] = field(default_factory=dict)
     """Pages by order of open sequences, over steps."""
+    tokens_sum: int = 0
+    """Tokens whose KV is in memory, and slots of the blocks in use, over the steps looked at."""
+    slots_sum: int = 0
+    full_tokens_sum: int = 0
+    """The same tokens over those steps in which the head of the queue waited for memory or a shape,
+    and how many these were."""
+    full_steps: int = 0
+    ratio_empty_sum: float = 0.0
+    windows_sum: float = 0.0
+    """Free windows / those that the available blocks could make, over steps with one or more; and
+    those steps."""
+    windows_steps: int = 0
+    unused_sum: int = 0
+    live_before_sum: int = 0
+    """Blocks in use over the steps looked at."""
+
+    waits: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    """(request, steps waited by cause) of every request that was admitted first or left."""
+    timed_out: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    """The same, of those whose clients left."""
+    failures: dict[str, int] = field(default_factory=lambda: {"memory": 0, "shape": 0})
+    """Requests that were refused at the head of the queue, by the reason."""
+    continued: int = 0
+    """Continuations opened as forks; parked sequences that were dropped for others."""
+    dropped: int = 0
+    restarts: int = 0
+    long_timeouts: int = 0
+    """Of ``timed_out``, those with prompts of more than 100,000 tokens."""
+    stats_before: dict[str, int] = field(default_factory=dict)
+    """The core's counters when counting began."""
+    moved_by_step: array[int] = field(default_factory=lambda: array("l"))
+    offline_sum: int = 0
+    idle_sum: int = 0
+    """Blocks given back, and blocks that could have been, over steps (see :mod:`.returning`)."""
+    low_windows: list[tuple[float, float]] = field(default_factory=list)
+    """(share of the pool in use, free windows of the possible) at each look, where memory is given
+    back."""
+    pairs_at_end: list[tuple[int, int, int]] = field(default_factory=list)
+    """(blocks, runs, pair runs) of sequences of more than 100,000 tokens when they finished. The
+    receiving end of a pair is the one that finished before it, in as many blocks."""
+    last_long: npt.NDArray[np.int32] | None = None
+
     runs_at_end: dict[str, list[int]] = field(default_factory=lambda: {"short": [], "long": []})
     """Runs of sequences of at most 2,000 and of more than 100,000 tokens when they finished."""
 
@@ -201,12 +280,20 @@ class Totals:
     guarantee_broken: int = 0
     """Steps in which more had been moved than freed, or moves were owed that budget and frees
     allowed."""
+    huge_at_end: int = 0
+    """Huge pages of sequences when they finished."""
     wasted_blocks: int = 0
     wasted_samples: int = 0
 
     verified_tokens: int = 0
     mismatches: int = 0
     interrupted: bool = False
+
+    def begin_anew(self, stats: dict[str, int]) -> None:
+        """Forgets all but the number of requests; the core's counters count from ``stats`` on."""
+        fresh = Totals(requests=self.requests, stats_before=stats)
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(fresh, entry.name))
 
     def add_pages(self, measure: Measure) -> None:
         """Adds what open sequences map at the end of a step."""
@@ -223,12 +310,25 @@ class Totals:
         self.owed.append(held["owed"])
         self.guarantee_broken += moved > freed or (held["owed"] > 0 and spare > 0)
 
-    def add_finished(self, tokens: int, runs: int) -> None:
-        """Counts the runs that a sequence lies in at its end."""
+    def add_finished(self, tokens: int, info: SequenceInfo) -> None:
+        """Counts the runs that a sequence lies in at its end, and its huge pages."""
+        runs = info.num_runs
+        self.huge_at_end += info.pages.get(9, 0)
         if tokens <= SHORT:
             self.runs_at_end["short"].append(runs)
         elif tokens > LONG_PROMPT:
             self.runs_at_end["long"].append(runs)
+
+    def add_transfer(self, blocks: npt.NDArray[np.int32]) -> None:
+        """Counts what a transfer of a long sequence would be made of."""
+        before, self.last_long = self.last_long, blocks
+        if before is None or not len(blocks):
+            return
+        n = min(len(before), len(blocks))
+        source, target = blocks[:n], before[:n]
+        breaks = np.diff(source) != 1
+        pairs = breaks | (np.diff(target) != 1)
+        self.pairs_at_end.append((n, 1 + int(breaks.sum()), 1 + int(pairs.sum())))
 
     def refuse(self, request: int, reason: str) -> None:
         self.refused += 1

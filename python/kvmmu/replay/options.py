@@ -31,10 +31,24 @@ _RANGES: dict[str, tuple[float, float]] = {
     "step_ms": (0.001, 60_000),
     "speed": (1e-6, 1e6),
     "seed": (0, 2**63 - 1),
+    "contiguous": (0, 2**30),
+    "granule": (1, 512),
+    "measure_every": (1, 10**6),
+    "windows_below": (0, 1),
+    "gather_least": (0, 1),
+}
+_OPTIONAL_RANGES: dict[str, tuple[float, float]] = {
+    "timeout_s": (0.001, 10**7),
+    "restart_after_s": (0.001, 10**7),
+    "spare": (0.001, 1),
 }
 _CHOICES = {
     "placement": ("address", "fullest", "fifo", "scatter"),
     "eviction": ("lru", "lfu"),
+}
+_OPTIONAL_CHOICES = {
+    "require": ("huge",),
+    "reserve": ("max", "pow2", "oracle"),
     "sabotage": ("skip-copy", "skip-commit", "early-reuse", "wrong-block"),
 }
 
@@ -70,6 +84,25 @@ class Options:
         further: arguments of :class:`kvmmu.MMU` that no option stands for.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.
+        contents: whether bytes are stored at all. Without them nothing can be verified, and moves
+            are planned and committed and copy nothing.
+        prefix_caching: whether blocks of requests that have ended are kept for later prompts.
+        windows_below, gather_least: as of :class:`kvmmu.MMU`.
+        require: ``"huge"``: a request waits until each complete region of its prompt is a huge
+            page.
+        contiguous: so many tokens at the start of each request lie in one run.
+        reserve: each request reserves one run for all that it may ever need, as before paging:
+            ``"max"`` the longest request of the trace, ``"pow2"`` its prompt and the next power of
+            two of its output, ``"oracle"`` exactly what it will need.
+        timeout_s: simulated seconds after which a client leaves that was never admitted; None: it
+            stays.
+        restart_after_s: after so many seconds of a head that waits for a shape the pool is
+            emptied, and all that ran waits to run again; None: never. At most once in
+            ``restart_every_s``, and for ``restart_takes_s`` nothing runs.
+        spare: share of the pool that stays when memory is given back (see :mod:`.returning`); None:
+            none is given back.
+        granule: blocks of the smallest group that can be given back.
+        measure_every: steps between two looks at the whole memory.
 
     Raises:
         InvalidConfig: names the option, what was given and what is allowed.
@@ -97,13 +130,35 @@ class Options:
     one_at_a_time: bool = False
     verify: bool = False
     sabotage: str | None = None
+    contents: bool = True
+    prefix_caching: bool = True
+    windows_below: float = 0.8
+    gather_least: float = 0.1
+    require: str | None = None
+    contiguous: int = 0
+    reserve: str | None = None
+    timeout_s: float | None = None
+    restart_after_s: float | None = None
+    restart_every_s: float = 600.0
+    restart_takes_s: float = 20.0
+    spare: float | None = None
+    granule: int = 64
+    measure_every: int = 1
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             in_range(name, getattr(self, name), low, high)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (name == "sabotage" and value is None):
+            if value not in choices:
+                raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
+        for name, (low, high) in _OPTIONAL_RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                in_range(name, value, low, high)
+        for name, choices in _OPTIONAL_CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
                 raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
         if self.reserved_blocks is not None:
             in_range("reserved_blocks", self.reserved_blocks, 0, self.blocks - 1)
@@ -121,11 +176,17 @@ class Options:
             plain = {"page_orders": (0,), "hold_blocks": 0, "page_aware": False}
             for name, value in plain.items():
                 object.__setattr__(self, name, value)
+        if self.reserve is not None and (self.require or self.contiguous):
+            raise InvalidConfig(
+                f"--reserve: {self.reserve!r} given with a shape, allowed: one of the two"
+            )
         if self.sabotage is not None:
             object.__setattr__(self, "verify", True)
+        if self.verify and not self.contents:
+            raise InvalidConfig("--verify: given without contents, allowed: with them")
 
     @property
-    def reserve(self) -> int:
+    def headroom(self) -> int:
         """Blocks that admission leaves to running requests."""
         return self.blocks // 100 if self.reserved_blocks is None else self.reserved_blocks
 
@@ -150,4 +211,6 @@ def _flag(name: str) -> str:
 
 
 def _or(choices: tuple[str, ...]) -> str:
+    if len(choices) == 1:
+        return choices[0]
     return f"{', '.join(choices[:-1])} or {choices[-1]}"

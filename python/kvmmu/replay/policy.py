@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .metrics import Shape
 from .options import MAX_SEQUENCE_BLOCKS, Options
 from .running import Running
 
@@ -25,14 +26,16 @@ __all__ = ["Policy"]
 class Policy:
     """First come, first served, on uniform blocks."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, longest: int = 0) -> None:
         self._options = options
-        self._reserve = options.reserve
+        self._longest = longest
+        self._reserve = options.headroom
         self._per_step = options.prefill_tokens_per_step
         self._credit = 0.0
 
-    def refusal(self, tokens: int) -> str | None:
+    def refusal(self, prompt: int, positions: int) -> str | None:
         """Why a request that ends with so many positions can never run, or None."""
+        tokens = self.reserved(prompt, positions) or positions
         blocks = -(-tokens // self._options.block_size)
         size = self._options.block_size
         if blocks > self._options.blocks:
@@ -41,15 +44,41 @@ class Policy:
             return f"needs {blocks} blocks of {size} tokens, a sequence has {MAX_SEQUENCE_BLOCKS}"
         return None
 
-    def has_room(self, running: Running) -> bool:
-        """Whether one more request may be looked at."""
+    def has_no_room(self, running: Running) -> str | None:
+        """What one more request would wait for, blocks apart: "rows", "prefill" or None."""
         if running.n >= running.rows:
-            return False
-        return running.n == 0 or running.prefill_left < max(1.0, self._per_step)
+            return "rows"
+        if running.n == 0 or running.prefill_left < max(1.0, self._per_step):
+            return None
+        return "prefill"
+
+    def shape(self, tokens: int) -> Shape:
+        """What is required of where so many tokens lie."""
+        options = self._options
+        if options.reserve is not None:
+            return {"contiguous": tokens}
+        if options.require is not None:
+            return {"require": options.require}
+        if options.contiguous:
+            return {"contiguous": min(options.contiguous, tokens)}
+        return {}
+
+    def reserved(self, prompt: int, positions: int) -> int:
+        """Tokens that are claimed for a request when it is admitted; 0: its prompt."""
+        reserve = self._options.reserve
+        if reserve == "oracle":
+            return positions
+        if reserve == "pow2":
+            return prompt + (1 << (max(positions - prompt, 1) - 1).bit_length())
+        if reserve == "max":
+            return max(self._longest, positions)
+        return 0
 
     def fits(self, blocks: int, available: int, running: Running) -> bool:
-        """Whether so many blocks may be claimed for a new request."""
-        return running.n == 0 or blocks + self._reserve <= available
+        """Whether so many blocks may be claimed for a new request. Whoever reserves all that it
+        needs leaves nothing for others to grow."""
+        reserve = 0 if self._options.reserve is not None else self._reserve
+        return running.n == 0 or blocks + reserve <= available
 
     def begin_step(self) -> None:
         """A step passes: prefill earns its tokens, and saves none for a busier time."""
@@ -76,6 +105,13 @@ class Policy:
     def victim(self, running: Running) -> int:
         """The row to throw out when there are no blocks left."""
         return int(np.argmax(running.request[: running.n]))
+
+    def restarts(self, shape_s: float, since_last_s: float) -> bool:
+        """Whether the pool is emptied, when the head has waited so long for a shape."""
+        after = self._options.restart_after_s
+        return (
+            after is not None and shape_s >= after and since_last_s >= self._options.restart_every_s
+        )
 
     def compacts(self) -> bool:
         """Whether a pass of compaction may follow this step."""

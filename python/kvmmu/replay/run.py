@@ -1,34 +1,55 @@
 """A whole replay, from a trace and options to figures.
 
-What lives here: :func:`replay`, which puts the rooms together. What never lives here: printing.
+What lives here: :func:`serve`, which puts the rooms together, and :func:`replay`, which makes
+figures of it. What never lives here: printing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from ..preheat import Preheated
 from .alone import Alone
 from .loop import Serving
 from .machine import Machine
-from .metrics import Totals
+from .metrics import TimedMMU, Totals
 from .options import Options
 from .report import figures
 from .traces import Trace
 from .verify import Verifier
 
-__all__ = ["replay"]
+__all__ = ["Served", "replay", "serve"]
 
 
-def replay(
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a run leaves behind.
+
+    Attributes:
+        totals: its sums.
+        mmu: the MMU that served, with its stop watch.
+        wall_s: seconds that it took.
+        preheated: what touching memory at start took.
+    """
+
+    totals: Totals
+    mmu: TimedMMU
+    wall_s: float
+    preheated: Preheated | None = None
+
+
+def serve(
     trace: Trace,
     options: Options,
     *,
     watch: Callable[[Totals], bool] = lambda totals: False,
     say: Callable[[str], None] = lambda sentence: None,
-) -> dict[str, Any]:
+    until_s: float | None = None,
+    warm_up_s: float = 0.0,
+) -> Served:
     """Runs a trace.
 
     Args:
@@ -36,9 +57,8 @@ def replay(
         options: how.
         watch: called every few steps; returns True to stop early.
         say: told of the first mismatches.
-
-    Returns:
-        the figures of :mod:`.report`.
+        until_s: simulated seconds after which the run ends; None: when all have finished.
+        warm_up_s: simulated seconds of which nothing is counted.
 
     Raises:
         InvalidConfig: the machine does not have the memory for this.
@@ -53,11 +73,33 @@ def replay(
         slots = rows + int(
             min(options.prefill_tokens_per_step + 1, trace.prompt_tokens.sum() + rows)
         )
+    if options.reserve == "pow2":
+        longest *= 2  # at most: an output is rounded up
     slots = min(slots, options.blocks * options.block_size + rows)
     machine = Machine(options, rows=rows, longest=longest, slots=slots)
     verifier = Verifier(machine, totals, options.seed, say) if options.verify else None
-    kind = Alone if options.one_at_a_time else Serving
-    kind(trace, options, machine, totals, verifier, watch).run()
-    found = figures(trace, options, totals, machine.mmu, perf_counter() - start)
-    found["preheated"] = None if machine.preheated is None else asdict(machine.preheated)
-    return found
+    if options.one_at_a_time:
+        Alone(trace, options, machine, totals, verifier, watch).run()
+    else:
+        Serving(
+            trace, options, machine, totals, verifier, watch, until_s=until_s, warm_up_s=warm_up_s
+        ).run()
+    return Served(totals, machine.mmu, perf_counter() - start, machine.preheated)
+
+
+def replay(
+    trace: Trace,
+    options: Options,
+    *,
+    watch: Callable[[Totals], bool] = lambda totals: False,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> dict[str, Any]:
+    """Runs a whole trace; arguments and errors as for :func:`serve`.
+
+    Returns:
+        the figures of :mod:`.report`.
+    """
+    served = serve(trace, options, watch=watch, say=say)
+    found = figures(trace, options, served.totals, served.mmu, served.wall_s)
+    preheated = served.preheated
+    return {**found, "preheated": None if preheated is None else asdict(preheated)}

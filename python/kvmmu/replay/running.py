@@ -44,12 +44,12 @@ class Running:
         owner: number of its first logical block (see :mod:`.sharing`).
         prefill_left: known tokens of all of them that are still to compute.
         tokens: the arena, int32; position p of row i is at ``base[i] + p``.
-        contents: uint64, beside it.
+        contents: uint64, beside it; empty where no bytes are stored.
         on_move: told of (source, destination) when a request changes its row, and of
             (source, None) when a row falls empty.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, *, contents: bool = True) -> None:
         self.n = 0
         self.n_long = 0
         self.rows = rows
@@ -62,7 +62,8 @@ class Running:
         self.owner: I64 = np.zeros(rows, dtype=np.int64)
         self.prefill_left = 0
         self.tokens = np.zeros(1 << 16, dtype=np.int32)
-        self.contents = np.zeros(1 << 16, dtype=np.uint64)
+        self._has_contents = contents
+        self.contents = np.zeros(1 << 16 if contents else 0, dtype=np.uint64)
         self._top = 0
         self._owners = 0
         self._longest: int | None = 0
@@ -77,7 +78,7 @@ class Running:
         found: int,
         known: int,
         tokens: npt.NDArray[np.int32],
-        contents: U64,
+        contents: U64 | None,
         blocks: int,
     ) -> None:
         """A request gets a row. ``found`` of its tokens were cached; ``tokens`` and ``contents``
@@ -85,7 +86,8 @@ class Running:
         size = len(tokens)
         base = self._reserve(size)
         self.tokens[base : base + size] = tokens
-        self.contents[base : base + size] = contents
+        if contents is not None:
+            self.contents[base : base + size] = contents
         row = self.n
         if blocks > LONG:
             row = self.n_long
@@ -142,12 +144,13 @@ class Running:
             live = int(self.target[: self.n].sum())
             capacity = max(len(self.tokens), 1 << (2 * (live + size)).bit_length())
             tokens = np.empty(capacity, dtype=np.int32)
-            contents = np.empty(capacity, dtype=np.uint64)
+            contents = np.empty(capacity if self._has_contents else 0, dtype=np.uint64)
             top = 0
             for row in range(self.n):
                 base, count = int(self.base[row]), int(self.target[row])
                 tokens[top : top + count] = self.tokens[base : base + count]
-                contents[top : top + count] = self.contents[base : base + count]
+                if self._has_contents:
+                    contents[top : top + count] = self.contents[base : base + count]
                 self.base[row] = top
                 top += count
             self.tokens, self.contents, self._top = tokens, contents, top

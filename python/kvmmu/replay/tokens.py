@@ -7,6 +7,7 @@ time it is asked. What never lives here: state of a run.
   prefixes match exactly where the trace says they do, whatever block size the MMU has. A partial
   last id is the beginning of its 512 tokens.
 - Without hash ids (Azure) every token is a function of (seed, request, position): nothing matches.
+- A request that continues another begins with all of its tokens.
 - What a request generates is a function of (seed, request, position) as well, so a request that
   was thrown out finds the tokens again that it had generated.
 
@@ -44,6 +45,12 @@ class Tokens:
         return tokens
 
     def _fill_prompt(self, request: int, out: npt.NDArray[np.int32]) -> None:
+        parent = -1 if self._trace.parents is None else int(self._trace.parents[request])
+        if parent >= 0:
+            before = self.request(parent)
+            out[: len(before)] = before
+            self._fill_own(_BY_REQUEST, request, out[len(before) :])
+            return
         ids = self._trace.ids_of(request)
         if not len(ids):
             self._fill_own(_BY_REQUEST, request, out)

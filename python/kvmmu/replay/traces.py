@@ -88,6 +88,9 @@ class Trace:
         hash_starts: int64 [n + 1], where the ids of request i begin.
         skipped_lines: bad lines left out (``--skip-bad-lines``).
         out_of_order: requests that arrived before the one in the line above.
+        parents: int64 [n] or None: the request (an earlier one) that each continues, or -1. A
+            continuation's prompt begins with all tokens of its parent, prompt and output, and its
+            ``arrival_s`` is the pause after its parent's end. Only traces that are made have it.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Trace:
     hash_starts: npt.NDArray[np.int64]
     skipped_lines: int = 0
     out_of_order: int = 0
+    parents: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -175,9 +175,12 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         self.physical.empty_in(window)
     }
 
-    /// With a window reserved: claims the lowest whole one. For [`Placement::AddressOrder`].
+    /// With a window reserved: claims the lowest whole one.
     pub(crate) fn take_window(&self, zone: Zone) -> Option<u32> {
-        self.physical.take_window(self.home(), zone)
+        self.shaped(|| {
+            let first = self.physical.take_window(self.home(), zone)?;
+            Some((first, first..first + Self::WINDOW))
+        })
     }
 
     /// With `n` blocks reserved: claims a run of them that begins at `at` modulo `align`, where

@@ -740,7 +740,7 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     }
 
     /// Runs a claim of a shape; with a free list, what it claimed leaves the list.
-    fn shaped<T>(&self, claim: impl FnOnce() -> Option<(T, Range<u32>)>) -> Option<T> {
+    pub(super) fn shaped<T>(&self, claim: impl FnOnce() -> Option<(T, Range<u32>)>) -> Option<T> {
         let fifo = self.fifo.as_ref().map(lock);
         let (value, blocks) = claim()?;
         if let Some(mut fifo) = fifo {

@@ -320,7 +320,7 @@ impl Mmu {
             true => null.max(span - 1 - null),
             false => span,
         };
-        self.config.placement != Placement::AddressOrder
+        self.config.placement != Placement::AddressOrder && part.contiguous > 1
             || regions > 0 && part.orders >> 9 & 1 == 0
             || regions > windows
             || part.contiguous > longest

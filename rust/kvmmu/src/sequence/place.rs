@@ -223,8 +223,12 @@ impl Mmu {
         if placed.is_err() {
             // The caller still has its claim: what was taken of it is reserved again.
             let taken = out.split_off(start);
-            claim.reserved += taken.len() as u32;
-            self.pool.give_reserved(&taken);
+            if self.config.placement == Placement::AddressOrder {
+                claim.reserved += taken.len() as u32;
+                self.pool.give_reserved(&taken);
+            } else {
+                claim.ready.extend(taken);
+            }
         }
         placed
     }
@@ -245,11 +249,10 @@ impl Mmu {
             ..
         } = part;
         if self.config.placement != Placement::AddressOrder {
-            if strict && (contiguous > 1 || part.huge && part.regions() > 0) {
+            if strict && contiguous > 1 {
                 return Err(Missing { run: contiguous });
             }
-            self.take_any(claim, n, (zone, Fit::Together), out);
-            return Ok(());
+            return self.place_required(claim, part, out);
         }
         let end = at + n;
         let align = if orders == 1 {
@@ -308,6 +311,40 @@ impl Mmu {
             at = (region + 1) * REGION;
         }
         self.place_run(claim, at..end, align, (zone, spare), out);
+        Ok(())
+    }
+
+    /// Where the placement chooses single blocks: huge pages only as far as they are required, the
+    /// rest as it comes.
+    fn place_required(
+        &self,
+        claim: &mut Claim,
+        part: Part,
+        out: &mut Vec<u32>,
+    ) -> std::result::Result<(), Missing> {
+        let regions = if part.huge { part.regions() } else { 0 };
+        let before = (part.at.next_multiple_of(REGION) - part.at).min(part.n);
+        let mut windows = Vec::new();
+        for _ in 0..regions {
+            // Blocks that were evicted one by one are no windows, and are not reserved.
+            let found = (claim.reserved >= REGION).then(|| self.pool.take_window(part.zone));
+            let Some(window) = found.flatten() else { break };
+            claim.reserved -= REGION;
+            windows.push(window);
+        }
+        count(&self.stats.claimed_blocks, windows.len() * REGION as usize);
+        let pages = windows.iter().flat_map(|&first| first..first + REGION);
+        let missed = regions - windows.len() as u32;
+        if missed > 0 {
+            count(&self.stats.huge_missed, missed as usize);
+            out.extend(pages);
+            return Err(Missing { run: REGION });
+        }
+        let rest = (part.zone, Fit::Together);
+        let before = if regions > 0 { before } else { 0 };
+        self.take_any(claim, before, rest, out);
+        out.extend(pages);
+        self.take_any(claim, part.n - before - regions * REGION, rest, out);
         Ok(())
     }
 

@@ -1,0 +1,244 @@
+"""``kvmmu soak``: policies over long simulated loads, in one table.
+
+What lives here: its options, messages and progress bars. What never lives here: the work (see
+:mod:`kvmmu.soak`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import rich.console
+import rich.progress
+import typer
+
+from ..errors import InvalidConfig
+from ..replay import traces
+from ..replay.options import in_range
+from ..soak import scenario as scenarios
+from ..soak.concurrency import PROBE_HOURS, PROBES, sustained
+from ..soak.policies import chosen
+from ..soak.report import definitions, published, rates, table
+from ..soak.run import Task, soak_one
+from ..soak.sensitivity import sensitivity, variants
+from ..soak.together import soak as run_soak
+from ..soak.workload import requests
+from .around import (
+    INTERRUPTED,
+    check_writable,
+    exit_codes,
+    show,
+    stop_on_ctrl_c,
+    write_json,
+)
+
+__all__ = ["soak"]
+
+
+def soak(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="article-128k, article-2048, mooncake, azure, shift, drop, agents, code, or the "
+            "path of a YAML file.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", help="One of those that --definitions lists; several times; none: all."
+        ),
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="Simulated time (default: as the scenario says).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
+    rate: Annotated[float, typer.Option(help="Times as many requests a second.")] = 1.0,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Of a scenario that takes a real trace.", show_default=False
+        ),
+    ] = None,
+    concurrency: Annotated[
+        bool,
+        typer.Option(
+            "--concurrency",
+            help="Find the largest rate at which fewer than 0.5 % of the long requests time out.",
+        ),
+    ] = False,
+    probes: Annotated[int, typer.Option(help="Runs a policy for --concurrency.")] = PROBES,
+    sensitive: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="Vary load, share of long requests, step time, budget and trigger, each alone.",
+        ),
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Store bytes, and read them back (slower).")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(help="Runs at once (default: one a core).")
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures.", show_default=False),
+    ] = None,
+    print_scenario: Annotated[
+        bool, typer.Option("--show", help="Print the scenario's file, to copy and change.")
+    ] = False,
+    print_definitions: Annotated[
+        bool, typer.Option("--definitions", help="Print what every policy and row means.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress bars and no table.")
+    ] = False,
+) -> None:
+    """Compare policies over hours of simulated load: where compaction pays, and where not."""
+    with exit_codes():
+        if print_definitions:
+            show(definitions())
+            return
+        if scenario is None:
+            raise InvalidConfig(f"SCENARIO: none given, allowed: {', '.join(scenarios.names())}")
+        if print_scenario:
+            show(scenarios.text(scenario), as_is=True)
+            return
+        loaded = scenarios.load(scenario)
+        policies = chosen(policy or [])
+        if hours is not None:
+            in_range("hours", hours, 0.001, scenarios.MAX_HOURS)
+        in_range("seed", seed, 0, 2**63 - 1)
+        in_range("rate", rate, 0.001, 1000)
+        in_range("probes", probes, 2, 20)
+        in_range("processes", 1 if processes is None else processes, 1, 1024)
+        if concurrency and sensitive:
+            raise InvalidConfig("--sensitivity: given with --concurrency, allowed: one of the two")
+        if json_file is not None:
+            check_writable(json_file)
+        read = None if trace is None else traces.read(trace)
+        first = Task(loaded, policies[0].name, seed, hours, rate, read, verify)
+        requests(loaded, seed, trace=read, rate=rate)  # says what is missing before anything runs
+        tasks = [replace(first, policy=one.name) for one in policies]
+        with stop_on_ctrl_c() as stopped:
+            if concurrency:
+                figures = _concurrency(tasks, probes, processes, stopped, quiet=quiet)
+            elif sensitive:
+                figures = _sensitivity(first, processes, stopped, quiet=quiet)
+            else:
+                figures = _policies(scenario, tasks, processes, stopped, quiet=quiet)
+        figures = {"scenario": loaded.model_dump(mode="json"), **figures}
+        if json_file is not None:
+            write_json(json_file, figures)
+        if figures["interrupted"]:
+            raise typer.Exit(INTERRUPTED)
+
+
+def _policies(
+    name: str,
+    tasks: Sequence[Task],
+    processes: int | None,
+    stopped: Callable[[], bool],
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    with _progress(quiet, [task.policy for task in tasks], tasks) as advance:
+        results = _run(tasks, processes, lambda told: advance(told) or stopped())
+    if not quiet:
+        show(table(tasks[0].scenario, results))
+        beside = published(name)
+        if beside is not None:
+            show(beside)
+        show("What the rows and policies mean: kvmmu soak --definitions. All of it is simulated.")
+    return {"policies": results, "interrupted": any(one["interrupted"] for one in results)}
+
+
+def _run(
+    tasks: Sequence[Task], processes: int | None, watch: Callable[[Sequence[float]], bool]
+) -> list[dict[str, Any]]:
+    """One run needs no second process."""
+    if len(tasks) == 1:
+        return [soak_one(tasks[0], lambda simulated_s, totals: watch([simulated_s]))]
+    return run_soak(tasks, processes=processes, watch=watch)
+
+
+def _concurrency(
+    tasks: Sequence[Task],
+    probes: int,
+    processes: int | None,
+    stopped: Callable[[], bool],
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    tasks = [task if task.hours is not None else replace(task, hours=PROBE_HOURS) for task in tasks]
+    with _progress(quiet, [f"{task.policy}, a probe" for task in tasks], tasks) as advance:
+        found = sustained(
+            tasks,
+            probes=probes,
+            processes=processes,
+            watch=lambda told: advance(told) or stopped(),
+        )
+    if not quiet:
+        show(rates(tasks[0].scenario, found))
+    return {
+        "concurrency": [{**asdict(one), "concurrency": one.concurrency} for one in found],
+        "interrupted": stopped(),
+    }
+
+
+def _sensitivity(
+    first: Task, processes: int | None, stopped: Callable[[], bool], *, quiet: bool
+) -> dict[str, Any]:
+    planned = variants(first)
+    labels = [f"{one.what} {one.value}, {one.task.policy}" for one in planned]
+    tasks = [one.task for one in planned]
+    with _progress(quiet, labels, tasks) as advance:
+        results = run_soak(
+            tasks, processes=processes, watch=lambda told: advance(told) or stopped()
+        )
+    if not quiet:
+        show(sensitivity(planned, results))
+    return {
+        "sensitivity": [
+            {"varied": one.what, "value": one.value, **result}
+            for one, result in zip(planned, results, strict=True)
+        ],
+        "interrupted": any(result["interrupted"] for result in results),
+    }
+
+
+@contextmanager
+def _progress(
+    quiet: bool, labels: Sequence[str], tasks: Sequence[Task]
+) -> Iterator[Callable[[Sequence[float]], bool]]:
+    """A bar a run on a terminal, nothing elsewhere. What is yielded returns False: go on."""
+    console = rich.console.Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield lambda told: False
+        return
+    bars = rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.completed:.2f} of {task.total:.2f} h"),
+        rich.progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bars:
+        numbers = [
+            bars.add_task(label, total=task.simulated_s / 3600)
+            for label, task in zip(labels, tasks, strict=True)
+        ]
+
+        def advance(told: Sequence[float]) -> bool:
+            for number, simulated_s in zip(numbers, told, strict=True):
+                bars.update(number, completed=simulated_s / 3600)
+            return False
+
+        yield advance

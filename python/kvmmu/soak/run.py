@@ -1,0 +1,127 @@
+"""One policy over one scenario.
+
+What lives here: :func:`soak_one`, which puts a scenario and a policy together into options of the
+serving loop, runs it and makes figures of it. What never lives here: processes, tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..replay.metrics import Totals
+from ..replay.options import Options
+from ..replay.run import serve
+from ..replay.traces import Trace
+from . import workload
+from .figures import figures
+from .policies import POLICIES, Chosen
+from .scenario import Scenario
+
+__all__ = ["Task", "options_of", "soak_one"]
+
+MEASURE_EVERY = 32
+"""Steps, about a second, between two looks at the whole memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run, as it is handed to a process.
+
+    Attributes:
+        scenario: the load.
+        policy: by name.
+        seed: of the requests.
+        hours: simulated time; None: as the scenario says.
+        rate: times as many requests a second.
+        trace: the real one, where the scenario takes one.
+        verify: store bytes and read them back.
+        budget_blocks: most blocks that a pass moves; None: the default.
+        stop_at_timeouts: end early when so many requests of more than 100,000 tokens have left:
+            the bisection of :mod:`.concurrency` knows enough then.
+    """
+
+    scenario: Scenario
+    policy: str
+    seed: int = 0
+    hours: float | None = None
+    rate: float = 1.0
+    trace: Trace | None = None
+    verify: bool = False
+    budget_blocks: int | None = None
+    windows_below: float | None = None
+    stop_at_timeouts: int | None = None
+
+    @property
+    def simulated_s(self) -> float:
+        hours = self.scenario.hours if self.hours is None else self.hours
+        return hours * 3600
+
+
+def options_of(task: Task, policy: Chosen) -> Options:
+    """What the serving loop is asked for."""
+    scenario = task.scenario
+    pool, server = scenario.pool, scenario.server
+    asked: dict[str, Any] = {
+        "blocks": pool.num_blocks,
+        "block_size": pool.block_size,
+        "granule": pool.granule,
+        "step_ms": server.step * 1000,
+        "prefill_tokens_per_s": server.prefill_tokens_per_s,
+        "max_running": server.max_running,
+        "timeout_s": server.timeout,
+        "prefix_caching": server.prefix_caching,
+        "contiguous": server.contiguous,
+        "spare": server.spare,
+        "seed": task.seed,
+        "contents": task.verify,
+        "verify": task.verify,
+        "measure_every": MEASURE_EVERY,
+    }
+    asked |= policy.options
+    if task.budget_blocks is not None:
+        asked["budget_blocks"] = task.budget_blocks
+    if task.windows_below is not None:
+        asked["windows_below"] = task.windows_below
+    if asked.get("reserve") or asked.get("placement") == "fifo":
+        asked["contiguous"] = 0  # all of it is, or nothing can be
+    if server.spare is not None and asked.get("reserve"):
+        asked["spare"] = None
+    return Options(**asked)
+
+
+def soak_one(
+    task: Task, watch: Callable[[float, Totals], bool] = lambda simulated_s, totals: False
+) -> dict[str, Any]:
+    """Runs it.
+
+    Args:
+        watch: told how far it is, in simulated seconds; returns True to stop.
+
+    Returns:
+        the figures of :mod:`.figures`.
+
+    Raises:
+        InvalidConfig: no memory for this, or a trace is missing.
+    """
+    policy = POLICIES[task.policy]
+    options = options_of(task, policy)
+    hours = task.simulated_s / 3600
+    scenario = task.scenario.model_copy(update={"hours": hours})
+    trace = workload.requests(scenario, task.seed, trace=task.trace, rate=task.rate)
+    enough = task.stop_at_timeouts
+
+    def look(totals: Totals) -> bool:
+        if enough is not None and totals.long_timeouts >= enough:
+            return True
+        return watch(totals.simulated_s, totals)
+
+    served = serve(
+        trace,
+        options,
+        watch=look,
+        until_s=task.simulated_s,
+        warm_up_s=min(scenario.warm_up, task.simulated_s / 4),
+    )
+    return figures(task, policy, options, trace, served)

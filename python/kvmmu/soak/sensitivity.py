@@ -1,0 +1,129 @@
+"""Where the advantage ends: one thing varied at a time.
+
+What lives here: :func:`variants`, which runs to make, and :func:`sensitivity`, their table. What
+never lives here: runs.
+
+Three policies (plain paging, huge pages without moves, the default) under other loads, shares of
+long requests, step times, budgets and triggers than the scenario's; everything else stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .figures import MEASURES
+from .run import Task
+from .scenario import Scenario
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Variant", "sensitivity", "variants"]
+
+HOURS = 2.0
+POLICIES = ("plain", "fallback", "compaction")
+LOADS = (0.67, 0.83, 1.0, 1.11, 1.22)
+LONG_SHARES = (0.05, 0.15, 0.3, 0.6)
+STEPS_MS = (10, 30, 100)
+BUDGETS = (4, 8, 16, 32, 64)
+TRIGGERS = (0.0, 0.65, 0.8, 0.9)
+COLUMNS = (
+    "running_mean",
+    "pool_used",
+    "timeouts_long",
+    "huge_cover",
+    "free_windows",
+    "runs_long",
+    "runs_all",
+    "moves_per_step",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One run, and what is varied in it."""
+
+    what: str
+    value: str
+    task: Task
+
+
+def variants(task: Task) -> list[Variant]:
+    """All runs for a table. ``task.policy`` does not matter."""
+    if task.hours is None:
+        task = replace(task, hours=min(HOURS, task.scenario.hours))
+    return list(_variants(task))
+
+
+def _variants(task: Task) -> Iterator[Variant]:
+    for load in LOADS:
+        for policy in POLICIES:
+            yield Variant("load", f"{load:g}", replace(task, policy=policy, rate=task.rate * load))
+    for share in LONG_SHARES:
+        changed = _long_share(task.scenario, share)
+        if changed is None:
+            break
+        scenario, rate = changed
+        for policy in POLICIES:
+            varied = replace(task, policy=policy, scenario=scenario, rate=task.rate * rate)
+            yield Variant("long requests", f"{share:.0%}", varied)
+    for step_ms in STEPS_MS:
+        server = task.scenario.server.model_copy(update={"step": step_ms / 1000})
+        scenario = task.scenario.model_copy(update={"server": server})
+        for policy in POLICIES:
+            yield Variant("step", f"{step_ms} ms", replace(task, policy=policy, scenario=scenario))
+    for budget in BUDGETS:
+        yield Variant(
+            "budget", f"{budget}", replace(task, policy="compaction", budget_blocks=budget)
+        )
+    for trigger in TRIGGERS:
+        yield Variant(
+            "trigger", f"{trigger:g}", replace(task, policy="compaction", windows_below=trigger)
+        )
+
+
+def _long_share(scenario: Scenario, share: float) -> tuple[Scenario, float] | None:
+    """The scenario with another share of its first kind of two, and the rate that asks for about as
+    much memory as before."""
+    if len(scenario.kinds) != 2:
+        return None
+    long, short = scenario.kinds
+    means = [kind.prompt.lognormal.mean if kind.prompt.lognormal else 1.0 for kind in (long, short)]
+    before = long.share * means[0] + short.share * means[1]
+    after = share * means[0] + (1 - share) * means[1]
+    kinds = (
+        long.model_copy(update={"share": share}),
+        short.model_copy(update={"share": 1 - share}),
+    )
+    return scenario.model_copy(update={"kinds": kinds}), before / after
+
+
+def sensitivity(planned: Sequence[Variant], results: Sequence[dict[str, Any]]) -> RenderableType:
+    """The table: one row a run."""
+    from rich.table import Table
+
+    from .report import shown
+
+    measures = [measure for name in COLUMNS for measure in MEASURES if measure.name == name]
+    scenario = planned[0].task.scenario
+    grid = Table(
+        title=f"{scenario.title}: one thing varied at a time, "
+        f"{results[0]['simulated_s'] / 3600:.2f} h",
+        title_style="bold",
+        title_justify="left",
+        padding=(0, 1),
+    )
+    for title in ("varied", "", "policy"):
+        grid.add_column(title)
+    for measure in measures:
+        grid.add_column(measure.label.strip(), justify="right")
+    before = None
+    for one, result in zip(planned, results, strict=True):
+        if before not in (None, one.what):
+            grid.add_section()
+        before = one.what
+        values = (shown(measure, result[measure.name]) for measure in measures)
+        grid.add_row(one.what, one.value, one.task.policy, *values)
+    return grid

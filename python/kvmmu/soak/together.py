@@ -1,0 +1,99 @@
+"""Several runs at once, each in a process of its own.
+
+What lives here: :func:`soak`, the processes, what they tell of their progress, Ctrl-C. What never
+lives here: a run itself (see :mod:`.run`), and drawing of bars.
+
+A run needs one core and its own memory, so there are as many processes as cores, or fewer. They are
+spawned, not forked: the core refuses to be used in a forked child.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
+from typing import Any
+
+from ..errors import InternalError
+from ..replay.metrics import Totals
+from .run import Task, soak_one
+
+__all__ = ["soak"]
+
+POLL_S = 0.2
+
+_told: SynchronizedArray[float]
+_stopping: Synchronized[int]
+
+
+def soak(
+    tasks: Sequence[Task],
+    *,
+    processes: int | None = None,
+    watch: Callable[[Sequence[float]], bool] = lambda simulated_s: False,
+) -> list[dict[str, Any]]:
+    """Runs all tasks.
+
+    Args:
+        processes: at most so many at once; None: one a core.
+        watch: told several times a second how far each is, in simulated seconds; returns True to
+            stop them all after their present steps.
+
+    Returns:
+        the figures of each task, in their order.
+
+    Raises:
+        whatever a run raises; the others are stopped.
+        InternalError: a process died (killed for memory, most likely).
+    """
+    cores = len(os.sched_getaffinity(0))
+    processes = max(1, min(processes or cores, len(tasks)))
+    context = multiprocessing.get_context("spawn")
+    told = context.Array("d", len(tasks))
+    stopping = context.Value("i", 0)
+    results: list[dict[str, Any]] = [{} for _ in tasks]
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(told, stopping)
+    ) as pool:
+        numbers: dict[Future[dict[str, Any]], int] = {
+            pool.submit(_one, number, task): number for number, task in enumerate(tasks)
+        }
+        waiting = set(numbers)
+        try:
+            while waiting:
+                done, waiting = wait(waiting, timeout=POLL_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    results[numbers[future]] = future.result()
+                if watch(told[:]):
+                    stopping.value = 1
+        except BrokenProcessPool:
+            raise InternalError(
+                f"one of {processes} processes died, perhaps for want of memory; "
+                "--processes 1 needs less"
+            ) from None
+        except BaseException:
+            stopping.value = 1
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return results
+
+
+def _begin(told: SynchronizedArray[float], stopping: Synchronized[int]) -> None:
+    """In a new process. Ctrl-C is the parent's business."""
+    global _told, _stopping
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _told, _stopping = told, stopping
+
+
+def _one(number: int, task: Task) -> dict[str, Any]:
+    def watch(simulated_s: float, totals: Totals) -> bool:
+        _told[number] = simulated_s
+        return bool(_stopping.value)
+
+    figures = soak_one(task, watch)
+    _told[number] = task.simulated_s
+    return figures
