@@ -255,7 +255,10 @@ class _Resolving:
     def _without_effect(self) -> None:
         """What is allowed and counts for nothing beside something else."""
         for keys, given, instead in _ignored(self._settings):
-            if self._document.has(keys):
+            section, key = keys
+            fields = type(getattr(self._settings, str(section))).model_fields
+            at = getattr(getattr(self._settings, str(section)), str(key))
+            if self._document.has(keys) and at != fields[str(key)].default:
                 self._say(keys, given, f"nothing: {instead}")
 
 
