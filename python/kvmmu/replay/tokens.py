@@ -33,7 +33,9 @@ class Tokens:
 
     def __init__(self, trace: Trace, seed: int = 0) -> None:
         self._trace = trace
-        self._seed = np.uint64(seed)
+        domains = (_BY_ID, _BY_REQUEST, _GENERATED)
+        pairs = (mix(np.array([seed, domain], dtype=np.uint64)) for domain in domains)
+        self._keys = dict(zip(domains, pairs, strict=True))
         self._offsets = np.arange(TRACE_BLOCK, dtype=np.uint64) * GOLDEN
 
     def request(self, request: int) -> npt.NDArray[np.int32]:
@@ -55,20 +57,20 @@ class Tokens:
         if not len(ids):
             self._fill_own(_BY_REQUEST, request, out)
             return
-        starts = self._hash(_BY_ID, ids)
+        starts = self._starts(_BY_ID, ids)
         x = starts[:, None] + self._offsets
         out[:] = _narrow(x.reshape(-1)[: len(out)])
 
     def _fill_own(self, domain: np.uint64, request: int, out: npt.NDArray[np.int32]) -> None:
         x = np.arange(len(out), dtype=np.uint64)
         np.multiply(x, GOLDEN, out=x)
-        np.add(x, self._hash(domain, np.array([request], dtype=np.uint64)), out=x)
+        np.add(x, self._starts(domain, np.array([request], dtype=np.uint64)), out=x)
         out[:] = _narrow(x)
 
-    def _hash(self, domain: np.uint64, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _starts(self, domain: np.uint64, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Where the token sequence of each value starts."""
-        x = mix(np.array([self._seed, domain], dtype=np.uint64))
-        return mix(mix(values + x[0]) + x[1])
+        first, second = self._keys[domain]
+        return mix(mix(values + first) + second)
 
 
 def _narrow(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
