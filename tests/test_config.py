@@ -307,6 +307,8 @@ def test_a_dict_has_the_same_faults_without_lines() -> None:
     assert str(error.value) == (
         "engine.toml: pool.block_size: true given, allowed: a whole number, 1 to 4096"
     )
+    with pytest.raises(InvalidConfig, match=r"block_size: given twice, as pool\.block_size too$"):
+        Config.from_dict({"pool": {"block_size": 8}, "paged_attention": {"block_size": 8}})
     for wrong in ({1: 2}, {"pool": object()}, {"pool": {"block_size": np.int64(3)}}):
         with pytest.raises(InvalidConfig, match=r"configuration: .*allowed"):
             Config.from_dict(wrong)  # type: ignore[arg-type]

@@ -36,6 +36,8 @@ TABLE_ENTRY = 4
 """Bytes of an entry of the block table (int32)."""
 PAGE_TABLE_ENTRY = 8
 """Bytes of an entry of the page table, in host memory."""
+KERNEL_PAGE = 128
+"""Tokens of the pages that kernels with a fast path for pages read."""
 _ADDRESS = 1 << 40
 """Where the regions of the arithmetic lie: a multiple of every page."""
 
@@ -247,13 +249,20 @@ def _granules(pool: Pool) -> Iterator[Row]:
             "Storage.granule: whole pages of 2 MiB in every region",
             f"{size / 2**20:,.0f} MiB go back at once",
         )
-    for order in (2, 3, 9):
+    paged = next((k for k in range(1, 9) if pool.block_size << k == KERNEL_PAGE), None)
+    yield Row(
+        "page orders",
+        "0, 2, 9",
+        "the default; --trace fits them to lengths",
+        "" if paged is None else f"0, {paged}, 9 for kernels with pages of {KERNEL_PAGE} tokens",
+    )
+    for order in sorted({2, paged or 2, 9}):
         tokens = pool.block_size << order
         yield Row(
             f"page of order {order}",
             f"{(pool.block_bytes << order) / 2**20:,.1f} MiB",
             f"2^{order} blocks",
-            f"{tokens:,} tokens" + (": kernels with pages of 128" if tokens == 128 else ""),
+            f"{tokens:,} tokens",
         )
 
 

@@ -105,7 +105,8 @@ class Document:
                 continue
             there, other = self._find(new)
             if there == new:
-                text = f"{dotted(old)}: given twice, as {dotted(new)} in line {other.line} too"
+                where = f" in line {other.line}" if other.line else ""
+                text = f"{dotted(old)}: given twice, as {dotted(new)}{where} too"
                 faults.append((node.line, dotted(old), text))
                 continue
             value = values.get(new, node.value)
