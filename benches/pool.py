@@ -12,14 +12,15 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Bench, Goal, Row, medians
+from kvmmu.bench import pool as from_python
+
+from harness import ROOT, Bench, Goal, Row
 
 PACKAGE = ROOT / "benches" / "pool"
 CORE = ROOT / "rust" / "kvmmu"
@@ -303,29 +304,6 @@ def metadata(figures: Figures) -> Iterator[Row]:
         yield Row("metadata a block", "bytes", ours, LLFREE, theirs, Goal(4))
 
 
-def from_python(bench: Bench) -> Iterator[Row]:
-    """A batch each way through ``kvmmu.Pool``: the array of block numbers is made and read."""
-    import kvmmu
-
-    made: Callable[[int], Any] | None = getattr(kvmmu, "Pool", None)
-    if made is None:
-        bench.note("pool: this kvmmu has no class Pool: nothing was measured from Python")
-        return
-    pool = made(POOL)
-
-    def each_way() -> tuple[float, float]:
-        start = time.perf_counter()
-        blocks = pool.claim(BATCH)
-        claimed = time.perf_counter()
-        pool.release(blocks)
-        return claimed - start, time.perf_counter() - claimed
-
-    found = medians({"claim": lambda: each_way()[0], "release": lambda: each_way()[1]}, rounds=201)
-    for way, figure in found.items():
-        words = f"batch of {BATCH} from Python, private, {way}"
-        yield Row(words, "ns/block", figure * 1e9 / BATCH, goal=Goal(1))
-
-
 def rows(bench: Bench, seed: int = 1) -> Iterator[Row]:
     program = build(bench.llfree)
     threads = [1, 2] if bench.two_cores else [1]
@@ -340,7 +318,7 @@ def rows(bench: Bench, seed: int = 1) -> Iterator[Row]:
         yield from stopped(run(program, "stopped", *seeded), bench)
     yield from fragmentation(run(program, "fragmentation", *seeded), bench, seed)
     yield from metadata(run(program, "metadata"))
-    yield from from_python(bench)
+    yield from from_python.rows(bench)
 
 
 def main() -> int:

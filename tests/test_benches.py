@@ -14,6 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
 
+from kvmmu import bench as of_the_wheel  # noqa: E402
+from kvmmu.bench.harness import of_the_core  # noqa: E402
+
 import pool  # noqa: E402
 from harness import Bench, Goal, Row  # noqa: E402
 
@@ -236,3 +239,57 @@ def test_a_gpu_run_without_the_program_for_threads_says_so_and_fails(tmp_path: P
     assert done.returncode == 1
     assert f"threads are not measured: there is no program {tmp_path / 'none'}" in done.stderr
     assert "note: threads were not measured" in done.stdout
+
+
+# -- kvmmu bench -----------------------------------------------------------------------------
+
+
+def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvmmu.cli", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["stepp"], "no benchmark is called 'stepp'; there are: move, plan, pool, step, table"),
+        (["step", "--vllm", "nowhere"], "--vllm nowhere"),
+        (["step", "--json", "/nowhere/rows.json"], "--json: /nowhere/rows.json cannot be written"),
+    ],
+)
+def test_the_command_tells_bad_input_before_anything_is_measured(
+    arguments: list[str], said: str
+) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_needs_no_checkout_and_no_cargo(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "kvmmu.cli", "bench", "pool", "--json", str(out)]
+    places = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=places
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert [row["unit"] for row in rows] == ["ns/block", "ns/block"]
+    assert all(row["kvmmu"] > 0 and row["atomic_adds"] is None for row in rows)
+    assert "batch of 8192 from Python" in done.stdout
+
+
+def test_what_only_a_checkout_can_measure_is_noted() -> None:
+    run = Bench()
+    assert of_the_core(run, "page_table") is None
+    assert run.notes == ["page_table: the core alone is measured from a checkout (benches/run)"]
+    assert of_the_core(Bench(rust=lambda name: {"ns": 1.0}), "x") == {"ns": 1.0}
+    assert Row("x", "us", 2.0).as_json(None)["atomic_adds"] is None
+
+
+def test_every_workload_of_the_wheel_is_one_of_the_checkout_too() -> None:
+    listed = run("--help").stdout
+    for name in of_the_wheel.NAMES:
+        assert name in listed
+        assert (ROOT / "python" / "kvmmu" / "bench" / f"{name}.py").is_file()

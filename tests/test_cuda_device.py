@@ -260,3 +260,22 @@ def test_a_captured_graph_moves_once(where: str) -> None:
     cache.mover.synchronize()  # without a replay
     assert k[10, 0, 0, 0].item() == 6
     assert moves.refused() == 0
+
+
+@BOTH
+def test_preheating_writes_pages_on_a_device_and_leaves_nothing(where: str) -> None:
+    cache = KVCache(2, 1, 8, torch.float32, 64, block_size=4, page_orders=(0, 3), **place(where))
+    halves = [half for layer in range(2) for half in cache.layers.logical(layer)]
+    for half in halves:
+        assert half is not None
+        half[:64] = torch.arange(1.0, 65.0, device=half.device)[:, None, None, None]
+    found = cache.preheat(4)
+    assert (found.pages, found.whole, found.order, found.blocks) == (4, 4, 3, 32)
+    assert found.bytes == 32 * cache.storage.block_bytes
+    assert cache.mmu.states()["empty"] == 64
+    cache.validate()
+    for half in halves:  # one block of the claimed was copied over the 31 others, and back
+        assert half is not None
+        values, counts = half[:64].flatten(1).unique(dim=0, return_counts=True)
+        assert sorted(counts.tolist()) == [1] * 32 + [32]
+        assert len(values) == 33

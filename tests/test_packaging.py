@@ -24,7 +24,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "kvmmu"
-EXTRAS = {"cli", "html", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example"}
+EXTRAS = {
+    "cli", "config", "html", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example",
+}  # fmt: skip
 CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python"}
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 

@@ -3,7 +3,8 @@
 ``import kvmmu`` loads nothing: each name brings its module when it is first used. NumPy is all
 that the names in ``__all__`` need. ``KVCache`` and what belongs to it (``Sequence``, ``Step``,
 ``Batch``, ``LAYOUTS``, ``Layer``, ``Layers``, ``attend``) are here as well and need torch
-(``kvmmu[torch]``): without it they raise ``MissingExtra``.
+(``kvmmu[torch]``): without it they raise ``MissingExtra``. So does ``Config`` without
+``kvmmu[config]``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .cache import KVCache as KVCache
     from .cache import Sequence as Sequence
     from .cache import Step as Step
+    from .config import Config as Config
     from .layout import LAYOUTS as LAYOUTS
     from .layout import Layer as Layer
     from .layout import Layers as Layers
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         RankFailed,
         RankLost,
         RankTimeout,
+        Reserved,
         UnknownSequence,
         UsedAfterFork,
     )
@@ -110,6 +113,7 @@ __all__ = [
     "RankTimeout",
     "RankedCompaction",
     "Region",
+    "Reserved",
     "ReturnsMemory",
     "SequenceInfo",
     "Shrunk",
@@ -170,8 +174,9 @@ _HOME = {
 }
 """The module that each name lives in; whatever else is in ``__all__`` is an error."""
 
-_TORCH = {
+_EXTRA = {
     "Batch": "cache",
+    "Config": "config",
     "KVCache": "cache",
     "LAYOUTS": "layout",
     "Layer": "layout",
@@ -180,17 +185,17 @@ _TORCH = {
     "Step": "cache",
     "attend": "attention",
 }
-"""The same for names that need torch."""
+"""The same for names that need torch, or pydantic and PyYAML."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__ and name not in _TORCH:
+    if name not in __all__ and name not in _EXTRA:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _TORCH.get(name) or _HOME.get(name, "errors")
+    home = _EXTRA.get(name) or _HOME.get(name, "errors")
     value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_TORCH})
+    return sorted({*globals(), *__all__, *_EXTRA})

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidConfig, InvalidStep, KVCacheError, MissingExtra
+from .errors import InvalidConfig, InvalidStep, KVCacheError, MissingExtra, Reserved
 
 try:
     import torch
@@ -44,6 +44,7 @@ except ImportError as error:  # pragma: no cover - tested in an environment with
     ) from error
 
 from ._core import MMU, BlockTables
+from .admission import Admission, admission
 from .bound import Bound
 from .buffers import Buffers, Csr, Entries, Rotation
 from .compaction import run_plan
@@ -52,6 +53,7 @@ from .layout import Layer, Layers
 from .leases import Lease, LeaseBook
 from .movers import CPUMover
 from .pace import Pace
+from .preheat import Preheated, preheat, touch_host
 from .snapshots import Snapshot, snapshot
 from .storage import Storage
 from .transfer import block_runs, byte_ranges
@@ -554,6 +556,8 @@ class KVCache(Bound):
         return_memory: whether the memory of blocks that :meth:`shrink` takes offline goes back to
             the system (default: host memory does); or an object that takes it
             (:class:`kvmmu.ReturnsMemory`), which on a CUDA device is the only way.
+        reserved_blocks: headroom for running sequences, 0 to below ``num_blocks``: :meth:`open`
+            raises Reserved where fewer would be left available, unless no block is in use.
         options: further arguments of :class:`kvmmu.MMU` (``prefix_caching``, ``placement``,
             ``page_orders``, ``hold_blocks``, ``eviction``, ``budget_blocks``, ``max_sequences``,
             ``compaction_start``, ...).
@@ -590,9 +594,11 @@ class KVCache(Bound):
         budget_bytes: int | None = None,
         streams: Streams | None = None,
         return_memory: bool | ReturnsMemory | None = None,
+        reserved_blocks: int = 0,
         **options: Any,
     ) -> None:
         mmu = _mmu(num_blocks, block_size, max_sequence_tokens, options)
+        self.reserved_blocks = _reserved(reserved_blocks, mmu)
         layers = Layers.allocate(
             layout,
             num_layers=num_layers,
@@ -634,6 +640,7 @@ class KVCache(Bound):
         budget_bytes: int | None = None,
         streams: Streams | None = None,
         return_memory: bool | ReturnsMemory = False,
+        reserved_blocks: int = 0,
         extra: Iterable[torch.Tensor] = (),
         **options: Any,
     ) -> KVCache:
@@ -662,6 +669,7 @@ class KVCache(Bound):
             extra=extra,
         )
         self = cls.__new__(cls)
+        self.reserved_blocks = _reserved(reserved_blocks, mmu)
         shape = (max_batch, max_tokens, steps_in_flight)
         entries = Entries(kernel_block_size, page_order)
         budget = (budget_us, budget_bytes)
@@ -740,6 +748,8 @@ class KVCache(Bound):
         self._lock = threading.Lock()
         self._copying = threading.Lock()
         self._giving = threading.Lock()
+        self._admitting = threading.Lock()
+        self.preheated: Preheated | None = None
         self._owed: deque[Int32s] = deque()
         self._in_flight: set[int] = set()
         self._ending: deque[tuple[int, Event]] = deque()
@@ -768,20 +778,63 @@ class KVCache(Bound):
             salt, extra_keys, anchor, page_orders, require, contiguous: as for ``MMU.open``.
 
         Raises:
-            OutOfBlocks, Fragmented, OutOfTables, LimitExceeded, InvalidConfig.
+            OutOfBlocks, Reserved (an OutOfBlocks: the reserve for running sequences would be
+            touched), Fragmented, OutOfTables, LimitExceeded, InvalidConfig.
         """
         self._pay()
         self._drain()
-        sequence = self.mmu.open(
+        prompt = _int32("tokens", tokens)
+        asked: dict[str, Any] = {
+            "salt": salt,
+            "extra_keys": extra_keys,
+            "page_orders": page_orders,
+            "require": require,
+            "contiguous": contiguous,
+        }
+        if not self.reserved_blocks:
+            return Sequence(self, self.mmu.open(prompt, anchor=anchor, **asked))
+        self._check_process()
+        with self._admitting:  # two that come at once must not both count the same blocks
+            self._check_reserve(prompt, asked)
+            return Sequence(self, self.mmu.open(prompt, anchor=anchor, **asked))
+
+    def quote(
+        self,
+        tokens: Any,
+        *,
+        salt: bytes | None = None,
+        extra_keys: Mapping[int, bytes] | None = None,
+        page_orders: Listed[int] | None = None,
+        require: str | None = None,
+        contiguous: int = 0,
+    ) -> Admission:
+        """Says whether :meth:`open` with these arguments would succeed, as ``MMU.quote`` does and
+        with the reserve counted: what would touch it waits until others have released enough."""
+        quote = self.mmu.quote(
             _int32("tokens", tokens),
             salt=salt,
             extra_keys=extra_keys,
-            anchor=anchor,
             page_orders=page_orders,
             require=require,
             contiguous=contiguous,
         )
-        return Sequence(self, sequence)
+        return admission(quote, self.mmu.states()["in_use"], self.reserved_blocks)
+
+    def _check_reserve(self, prompt: Int32s, asked: dict[str, Any]) -> None:
+        states, reserved = self.mmu.states(), self.reserved_blocks
+        blocks = -(-len(prompt) // self.mmu.block_size)
+        if not states["in_use"] or blocks + reserved <= states["available"]:
+            return
+        quote = self.mmu.quote(prompt, **asked)  # looks for cached blocks, which takes time
+        if quote.needed <= quote.available < quote.needed + reserved:
+            raise Reserved(
+                f"need {quote.needed} blocks beside a reserve of {reserved} for running "
+                f"sequences, available {quote.available} of {self.mmu.num_blocks}",
+                needed=quote.needed,
+                available=quote.available,
+                num_blocks=self.mmu.num_blocks,
+                reserved=reserved,
+            )
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -1250,6 +1303,37 @@ class KVCache(Bound):
             self._check_process()
             self._device.warm_up()
 
+    def preheat(self, pages: int, order: int | None = None) -> Preheated:
+        """Claims so many pages, writes to all of their bytes and gives them back, so that no
+        request waits for the system to find memory. To be called before the first sequence.
+
+        Args:
+            pages: of 2**order blocks each.
+            order: one of ``mmu.page_orders``; None: the largest.
+
+        Returns:
+            what that took; ``cache.preheated`` remembers it.
+
+        Raises:
+            OutOfBlocks: fewer blocks are empty. InvalidConfig, OutOfTables.
+        """
+        self._pay()
+        self._finish_moves()
+        self.preheated = preheat(self.mmu, pages, order, self._touch)
+        return self.preheated
+
+    def _touch(self, blocks: Int32s) -> int:
+        """Writes the bytes of blocks that nobody uses."""
+        if self._device is None:
+            return touch_host(self.storage, blocks)
+        with self._copying:
+            self._follow()
+            for source, others in ((blocks[0], blocks[1:]), (blocks[-1], blocks[:1])):
+                pairs = np.stack([np.full_like(others, source), others], axis=1)
+                self.mover.move(pairs if len(blocks) > 1 else pairs[:0])
+        self._settle_moves()
+        return len(blocks) * self.storage.block_bytes if len(blocks) > 1 else 0
+
     def overdue_leases(self) -> list[Lease]:
         """Leases past their timeout; they are kept."""
         return self._leases.overdue()
@@ -1283,6 +1367,19 @@ def _owner(return_memory: bool | ReturnsMemory, device: str) -> ReturnsMemory | 
             "take_back is needed, which owns the pages"
         )
     return HostPages() if return_memory else None
+
+
+def _reserved(reserved_blocks: int, mmu: MMU) -> int:
+    if (
+        isinstance(reserved_blocks, bool)
+        or not isinstance(reserved_blocks, int)
+        or not 0 <= reserved_blocks < mmu.num_blocks
+    ):
+        raise InvalidConfig(
+            f"reserved_blocks = {reserved_blocks!r}: allowed is 0 to {mmu.num_blocks - 1}, "
+            "less than the pool"
+        )
+    return reserved_blocks
 
 
 def _mmu(

@@ -61,6 +61,8 @@ def examine() -> list[Finding]:
         _package("typer", "command line", "kvmmu[cli]"),
         _package("rich", "tables and progress", "kvmmu[cli]"),
         _package("plotly", "pages of --html", "kvmmu[html]"),
+        _package("pydantic", "files of settings", "kvmmu[config]"),
+        _package("PyYAML", "files of settings", "kvmmu[config]"),
         _package("hypothesis", "fuzzing of allocators", "kvmmu[testing]"),
         _package("torch", "KVCache on tensors", "kvmmu[torch]"),
         _driver(found),

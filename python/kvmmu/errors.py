@@ -31,6 +31,7 @@ __all__ = [
     "RankFailed",
     "RankLost",
     "RankTimeout",
+    "Reserved",
     "UnknownSequence",
     "UsedAfterFork",
 ]
@@ -73,6 +74,11 @@ class Fragmented(OutOfBlocks):
     ``largest_run`` (blocks). Where a sequence does not lie in the pages that tables need: also
     ``sequence``, ``group`` and ``page_order``; ``needed`` are then the blocks of that group, and
     ``largest_run`` those of them that are in place."""
+
+
+class Reserved(OutOfBlocks):
+    """Enough blocks are available, and fewer than the reserve for running sequences would be left.
+    Numbers: as OutOfBlocks, and ``reserved``."""
 
 
 class OutOfTables(KVCacheError, MemoryError):

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import _core
-from . import doctor, fuzz, map, replay, soak
+from . import advise, bench, config, doctor, fuzz, map, replay, soak
 
 __all__ = ["app"]
 
@@ -47,3 +47,6 @@ app.command(name="replay")(replay.replay)
 app.command(name="soak")(soak.soak)
 app.command(name="map")(map.map_)
 app.command(name="fuzz")(fuzz.fuzz)
+app.command(name="advise")(advise.advise)
+app.command(name="bench")(bench.bench)
+app.add_typer(config.app)

@@ -21,7 +21,7 @@ from ..pictures import History, Run, check_library, page
 from ..replay import sample as samples
 from ..replay import traces
 from ..replay.metrics import Totals
-from ..replay.options import Options, in_range
+from ..replay.options import MAX_BLOCK_SIZE, MAX_BLOCKS, Options, in_range
 from ..replay.report import table
 from ..replay.run import replay as run_replay
 from .around import (
@@ -36,6 +36,7 @@ from .around import (
     write_json,
     write_text,
 )
+from .configured import ConfigFile, Configured
 
 __all__ = ["replay"]
 
@@ -66,6 +67,7 @@ class Sample(Enum):
 
 
 def replay(
+    context: typer.Context,
     trace: Annotated[
         str | None,
         typer.Argument(
@@ -145,6 +147,7 @@ def replay(
         typer.Option(help="Requests a second of a sample (8, of 'article' 5.63)."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes of arrivals in '--sample article'.")] = 10,
+    config: ConfigFile = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read contents back through the exported tables.")
     ] = False,
@@ -171,29 +174,38 @@ def replay(
 ) -> None:
     """Serve a trace of real requests in simulated time, and check every byte."""
     with exit_codes():
+        given = Configured(context, config)
         options = Options(
-            blocks=(BLOCKS_FOR_SAMPLE if sample is Sample.small else BLOCKS)
-            if blocks is None
-            else blocks,
-            block_size=block_size,
-            compaction=compaction is Switch.on,
-            budget_blocks=budget_blocks,
-            guarantee=guarantee_slack if guarantee else None,
+            **_of_the_pool(given, blocks, block_size, page_orders, sample),
+            compaction=given.pick(
+                "compaction", compaction is Switch.on, "compaction", "auto_compact"
+            ),
+            budget_blocks=given.pick("budget_blocks", budget_blocks, "compaction", "budget_blocks"),
+            guarantee=given.pick(
+                "guarantee", guarantee_slack if guarantee else None, "compaction", "guarantee"
+            ),
             inject_faults=inject_faults,
             max_running=max_running,
             prefill_tokens_per_s=prefill_tokens_per_s,
             step_ms=step_ms,
             speed=speed,
-            seed=seed,
-            placement=placement,
-            page_orders=_orders(page_orders),
-            hold_blocks=hold_blocks,
-            eviction=eviction,
-            page_aware=page_aware is Switch.on,
+            seed=given.pick("seed", seed, "pool", "seed"),
+            placement=given.pick("placement", placement, "pool", "placement"),
+            hold_blocks=given.pick("hold_blocks", hold_blocks, "pages", "hold_blocks"),
+            eviction=given.pick("eviction", eviction, "prefix", "eviction"),
+            page_aware=given.pick("page_aware", page_aware is Switch.on, "prefix", "page_aware"),
+            further={
+                **given.further("pool", "anchor", "dedup", "table_nodes"),
+                **given.further("pages", "medium_from", "huge_from"),
+                **given.further("compaction", "compaction_start", "compaction_stop"),
+            },
+            **given.further("prefix", "prefix_caching"),
+            **given.further("compaction", "windows_below", "gather_least"),
             one_at_a_time=one_at_a_time,
             verify=verify,
             sabotage=sabotage,
         )
+        given.complain_of_unused("a replay")
         if limit is not None:
             in_range("limit", limit, 1, 10**9)
         if rate is not None:
@@ -266,6 +278,39 @@ def _page(named: str, figures: dict[str, Any], history: History) -> str:
         f"{options['seed']}, placement {options['placement']}. Simulated time, real decisions."
     )
     return page(f"Simulated replay of {named}", [run], about=about)
+
+
+def _of_the_pool(
+    given: Configured, blocks: int | None, block_size: int, page_orders: str, sample: Sample | None
+) -> dict[str, Any]:
+    """The options that depend on each other: blocks, their size, page sizes, the reserve."""
+    default = BLOCKS_FOR_SAMPLE if sample is Sample.small else BLOCKS
+    block_size = given.pick("block_size", block_size, "pool", "block_size")
+    in_range("block_size", block_size, 1, MAX_BLOCK_SIZE)
+    if blocks is not None:
+        in_range("blocks", blocks, 1, MAX_BLOCKS)
+    orders = _orders(page_orders)
+    resolved = given.resolve(blocks, block_size)
+    if resolved is not None and resolved.num_blocks is None:
+        resolved = given.resolve(default, block_size)
+    if resolved is None:
+        blocks = default if blocks is None else blocks
+        return {"blocks": blocks, "block_size": block_size, "page_orders": orders}
+    given.whole(resolved)
+    for key in ("num_blocks", "memory"):
+        given.says("pool", key)
+    pages = [given.says("pages", key) for key in ("page_orders", "page_size")]
+    of_file = any(pages) and not given.typed("page_orders")
+    reserved = given.says("memory", "reserved_memory")
+    given.says("start", "preheat_pages")
+    given.further("model", "num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype")
+    return {
+        "blocks": resolved.num_blocks,
+        "block_size": block_size,
+        "page_orders": tuple(resolved.mmu["page_orders"]) if of_file else orders,
+        "reserved_blocks": resolved.reserved_blocks if reserved else None,
+        "preheat_pages": resolved.preheat_pages,
+    }
 
 
 def _orders(text: str) -> tuple[int, ...]:

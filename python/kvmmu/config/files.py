@@ -16,28 +16,36 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from ..errors import InvalidConfig, MissingExtra
+import annotated_types
+import pydantic
+from pydantic import BaseModel, ConfigDict
 
-try:
-    import annotated_types
-    import pydantic
-    from pydantic import BaseModel, ConfigDict
-except ImportError as error:  # pragma: no cover - tested in an environment without it
-    raise MissingExtra("configuration files need pydantic: pip install 'kvmmu[config]'") from error
-
+from ..errors import InvalidConfig
 from .yaml_text import MAX_DEPTH, MAX_VALUES, Node, parse
 
-__all__ = ["MAX_BYTES", "Allowed", "Contradictions", "Document", "Keys", "Section", "check", "read"]
+__all__ = [
+    "MAX_BYTES",
+    "Allowed",
+    "Contradictions",
+    "Document",
+    "Keys",
+    "Section",
+    "check",
+    "describe",
+    "read",
+]
 
 MAX_BYTES = 1 << 18
 Keys = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN = 60
+Fault = tuple[int, str, str]
+"""Line, dotted key, text."""
 
 
 class Document:
@@ -56,6 +64,7 @@ class Document:
                 f"{self.place(())}: {_shown(root.value)} given, allowed: a mapping", file=name
             )
         self.data: dict[str, Any] = root.value
+        self._called: dict[Keys, Keys] = {}
 
     @classmethod
     def of(cls, data: Any, name: str = "configuration") -> Document:
@@ -75,6 +84,62 @@ class Document:
         """``file:line``, or the name alone where no file stands behind it."""
         line = self.line(keys)
         return f"{self.name}:{line}" if line else self.name
+
+    def moved(self, names: Mapping[Keys, Keys], values: Mapping[Keys, Any]) -> Document:
+        """The same with some keys elsewhere, of the same lines; messages go on to call them as the
+        file does.
+
+        Args:
+            names: from keys to keys.
+            values: what stands there from now on, by the new keys, where it is not the same.
+
+        Raises:
+            InvalidConfig: both of two names are there.
+        """
+        root = _copied(self._root)
+        called = dict(self._called)
+        faults: list[Fault] = []
+        for old, new in names.items():
+            found, node = self._find(old)
+            if found != old or node.value is None:
+                continue
+            there, other = self._find(new)
+            if there == new:
+                where = f" in line {other.line}" if other.line else ""
+                text = f"{dotted(old)}: given twice, as {dotted(new)}{where} too"
+                faults.append((node.line, dotted(old), text))
+                continue
+            value = values.get(new, node.value)
+            _put(root, new, Node(value, node.line, node.size, node.children))
+            called[new] = old
+        if faults:
+            raise _all(self.name, faults)
+        for old in {names[:1] for names in names}:
+            root.children.pop(old[0], None)
+            root.value.pop(old[0], None)
+        document = Document(self.name, root)
+        document._called = called
+        return document
+
+    def has(self, keys: Keys) -> bool:
+        """Whether these keys are there."""
+        return self._find(keys)[0] == keys
+
+    def called(self, keys: Keys) -> str:
+        """Some keys, dotted, as the file has them."""
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self._called:
+                return dotted((*self._called[keys[:length]], *keys[length:]))
+        return dotted(keys)
+
+    def refuse(self, found: Iterable[tuple[Keys, str]]) -> None:
+        """Raises InvalidConfig with all of these (keys, sentence), if there are any."""
+        faults = [
+            (self.line(keys), self.called(keys), f"{self.called(keys)}: {sentence}")
+            for keys, sentence in found
+        ]
+        if faults:
+            raise _all(self.name, faults)
 
     def _find(self, keys: Keys) -> tuple[Keys, Node]:
         """The part of some keys that is there, and its node."""
@@ -141,6 +206,27 @@ def _plain(value: Any, name: str, keys: Keys, count: list[int]) -> Node:
     return node
 
 
+def _copied(node: Node) -> Node:
+    """A mapping and the mappings in it, so that keys can be added."""
+    if not isinstance(node.value, dict):
+        return node
+    children = {key: _copied(child) for key, child in node.children.items()}
+    value = {key: child.value for key, child in children.items()}
+    return Node(value, node.line, node.size, children)
+
+
+def _put(root: Node, keys: Keys, node: Node) -> None:
+    for key in keys[:-1]:
+        below = root.children.get(key)
+        if below is None:
+            below = Node({}, node.line)
+            root.children[key] = below
+            root.value[key] = below.value
+        root = below
+    root.children[keys[-1]] = node
+    root.value[keys[-1]] = node.value
+
+
 # -- models ------------------------------------------------------------------------------------
 
 
@@ -191,51 +277,51 @@ def check(model: type[Model], document: Document) -> Model:
         return model.model_validate_json(json.dumps(document.data), strict=True)
     except pydantic.ValidationError as error:
         found = [fault for entry in error.errors() for fault in _faults(model, document, entry)]
+    raise _all(document.name, found)
+
+
+def _all(name: str, found: Iterable[Fault]) -> InvalidConfig:
+    """One error of all faults, in the order of their lines."""
     faults = dict.fromkeys(sorted(found, key=lambda fault: fault[0]))
-    lines = [
-        f"{document.name}:{line}: {text}" if line else f"{document.name}: {text}"
-        for line, _, text in faults
-    ]
-    raise InvalidConfig(
+    lines = [f"{name}:{line}: {text}" if line else f"{name}: {text}" for line, _, text in faults]
+    return InvalidConfig(
         "\n".join(lines),
-        file=document.name,
+        file=name,
         faults=tuple({"line": line, "key": key, "text": text} for line, key, text in faults),
     )
-
-
-Fault = tuple[int, str, str]
-"""Line, dotted key, text."""
 
 
 def _faults(model: type[BaseModel], document: Document, entry: Any) -> Iterator[Fault]:
     """What pydantic found. Its places may name branches of unions, which are no keys."""
     kind, where = entry["type"], entry["loc"]
     keys, node = document._find(where)
+    if kind == "too_short" and len(node.value) >= entry["ctx"]["min_length"]:
+        return  # pydantic counted the items that are fine; the others have faults of their own
     if kind == "missing":
         wanted = (*keys, where[-1])
-        text = f"{dotted(wanted)}: missing, needed: {_allowed_at(model, wanted) or 'a value'}"
-        yield node.line, dotted(wanted), text
+        name = document.called(wanted)
+        yield node.line, name, f"{name}: missing, needed: {_allowed_at(model, wanted) or 'a value'}"
         return
     cause = entry.get("ctx", {}).get("error")
     if isinstance(cause, Contradictions):
         for below, sentence in cause.found:
             full = (*keys, *below)
-            yield document.line(full), dotted(full), f"{dotted(full)}: {sentence}"
+            name = document.called(full)
+            yield document.line(full), name, f"{name}: {sentence}"
         return
+    name = document.called(keys)
     if kind == "extra_forbidden":
-        text = (
-            f"{dotted(keys)}: unknown key, {_names(_type_at(model, keys[:-1])[0], str(keys[-1]))}"
-        )
+        text = f"{name}: unknown key, {_names(_type_at(model, keys[:-1])[0], str(keys[-1]))}"
     elif cause is not None:
-        text = f"{dotted(keys)}: {_shown(node.value)} given, {cause}"
+        text = f"{name}: {_shown(node.value)} given, {cause}"
     else:
         allowed = _allowed_at(model, keys) or _first_lower(entry["msg"])
-        text = f"{dotted(keys)}: {_shown(node.value)} given, allowed: {allowed}"
+        text = f"{name}: {_shown(node.value)} given, allowed: {allowed}"
         if isinstance(node.value, str) and _number_in(node.value):
             text += " (without quotes)"
         elif isinstance(node.value, float) and kind == "int_type" and node.value.is_integer():
             text += f" ({int(node.value)})"
-    yield node.line, dotted(keys), text
+    yield node.line, name, text
 
 
 def dotted(keys: Keys) -> str:
@@ -248,7 +334,8 @@ def dotted(keys: Keys) -> str:
 
 def _names(annotation: Any, given: str) -> str:
     """What a key may be called, the nearest names first."""
-    fields = getattr(annotation, "model_fields", {})
+    within = (annotation, *typing.get_args(annotation))  # a section may be optional
+    fields: Any = next((part.model_fields for part in within if hasattr(part, "model_fields")), ())
     near = get_close_matches(given, fields, n=3, cutoff=0.6)
     listed = f"allowed: {', '.join(fields)}"
     return f"did you mean {' or '.join(near)}? {listed}" if near else listed
@@ -277,7 +364,7 @@ def _first_lower(sentence: str) -> str:
 
 
 def _allowed_at(model: type[BaseModel], keys: Keys) -> str:
-    return _describe(*_type_at(model, keys))
+    return describe(*_type_at(model, keys))
 
 
 def _type_at(model: type[BaseModel], keys: Keys) -> tuple[Any, tuple[Any, ...]]:
@@ -323,24 +410,27 @@ def _split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     return annotation, ()
 
 
-_SIMPLE = {bool: "true or false", str: "text", type(None): "null"}
+_SIMPLE = {bool: "true or false", type(None): "null"}
 
 
-def _describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """What may stand there, for people; "" where this does not know."""
     for entry in metadata:
         if isinstance(entry, Allowed):
             return str(entry)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _describe(arguments[0], (*arguments[1:], *metadata))
+        return describe(arguments[0], (*arguments[1:], *metadata))
     if origin is Literal:
         return _or([_shown(choice) for choice in arguments])
     if origin in (typing.Union, types.UnionType):
-        parts = [_describe(argument, metadata) for argument in arguments]
-        return _or(parts) if all(parts) else ""
+        rest = [argument for argument in arguments if argument is not type(None)]
+        parts = [describe(argument, metadata) for argument in rest]
+        if not all(parts):
+            return ""
+        return _or(parts) + (", or null" if len(rest) < len(arguments) else "")
     if origin in (list, tuple, set, frozenset):
-        item = _describe(arguments[0]) if arguments else ""
+        item = describe(arguments[0]) if arguments else ""
         return f"a list{_range(metadata, ' with', ' items')}" + (f", each {item}" if item else "")
     if origin is dict or annotation is dict:
         return "a mapping"
@@ -350,6 +440,8 @@ def _describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return _or([_shown(member.value) for member in annotation])
     if issubclass(annotation, BaseModel):
         return f"a mapping with any of {', '.join(annotation.model_fields)}"
+    if annotation is str:
+        return "text" + _range(metadata, " of", " characters")
     if annotation is int:
         return "a whole number" + _range(metadata, ",")
     if annotation is float:

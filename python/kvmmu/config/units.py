@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PlainSerializer
 
 from .files import Allowed
 
@@ -119,7 +119,12 @@ def show_bytes(count: int) -> str:
     return f"{count}B"
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Allowed(_BYTES_ALLOWED)]
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    Allowed(_BYTES_ALLOWED),
+    PlainSerializer(show_bytes, when_used="json"),
+]
 """Bytes."""
 Share = Annotated[float, BeforeValidator(parse_share), Allowed(_SHARE_ALLOWED)]
 """0 to 1."""

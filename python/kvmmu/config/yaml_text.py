@@ -18,12 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import InvalidConfig, MissingExtra
+import yaml
 
-try:
-    import yaml
-except ImportError as error:  # pragma: no cover - tested in an environment without it
-    raise MissingExtra("YAML needs PyYAML: pip install 'kvmmu[config]'") from error
+from ..errors import InvalidConfig
 
 __all__ = ["MAX_DEPTH", "MAX_VALUES", "Node", "parse"]
 

@@ -10,6 +10,7 @@ Two regions are stored, and a move copies both: 8 bytes for each token position 
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from .._core import MMU, BlockTables
 from ..errors import InvalidConfig
 from ..movers import CPUMover, Pairs, SupportsMove
+from ..preheat import Preheated, preheat, touch_host
 from ..storage import Storage
 from .faults import FaultyMover
 from .metrics import TimedMMU
@@ -68,6 +70,7 @@ class Machine:
             page_aware=options.page_aware,
             windows_below=options.windows_below,
             gather_least=options.gather_least,
+            **options.further,
         )
         stored = options.blocks + 1 if options.contents else 0
         try:
@@ -84,8 +87,13 @@ class Machine:
         self.slot_mapping = slot_mapping
         self.seq_lens = np.zeros(rows, dtype=np.int32)
         mover: SupportsMove = _NoMover()
+        touch = None
         if options.contents:
-            mover = CPUMover(Storage.from_numpy([contents, owners]))
+            storage = Storage.from_numpy([contents, owners])
+            mover, touch = CPUMover(storage), partial(touch_host, storage)
+        self.preheated: Preheated | None = None
+        if options.preheat_pages:
+            self.preheated = preheat(mmu, options.preheat_pages, touch=touch)
         if options.sabotage is not None:
             from .sabotage import Target, wrap
 

@@ -7,20 +7,23 @@ what is allowed. What never lives here: the command line (it only fills this in)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import InvalidConfig
 
-__all__ = ["MAX_BLOCKS", "MAX_ROWS", "MAX_SEQUENCE_BLOCKS", "Options"]
+__all__ = ["MAX_BLOCKS", "MAX_BLOCK_SIZE", "MAX_ROWS", "MAX_SEQUENCE_BLOCKS", "Options"]
 
 MAX_BLOCKS = 2**31 - 2
+MAX_BLOCK_SIZE = 4096
 MAX_ROWS = 65_536
 MAX_SEQUENCE_BLOCKS = 262_144
 
 _RANGES: dict[str, tuple[float, float]] = {
     "blocks": (1, MAX_BLOCKS),
     "hold_blocks": (0, 512),
-    "block_size": (1, 4096),
+    "block_size": (1, MAX_BLOCK_SIZE),
     "budget_blocks": (1, MAX_BLOCKS),
     "inject_faults": (0, 1),
     "max_running": (1, MAX_ROWS),
@@ -75,6 +78,10 @@ class Options:
         one_at_a_time: each request alone, without a clock; see :mod:`.alone`. It asks what a cache
             of this size finds, so blocks are single ones, and the oldest go first: page sizes,
             holds and ``page_aware`` count for nothing.
+        reserved_blocks: left available when a request is admitted while others run; None: a
+            hundredth of the pool.
+        preheat_pages: of the largest pages, so many are touched before the first request.
+        further: arguments of :class:`kvmmu.MMU` that no option stands for.
         verify: read positions back through the exported tables and compare.
         sabotage: what to break on purpose; turns ``verify`` on.
         contents: whether bytes are stored at all. Without them nothing can be verified, and moves
@@ -117,6 +124,9 @@ class Options:
     hold_blocks: int = 8
     eviction: str = "lru"
     page_aware: bool = True
+    reserved_blocks: int | None = None
+    preheat_pages: int = 0
+    further: Mapping[str, Any] = field(default_factory=dict)
     one_at_a_time: bool = False
     verify: bool = False
     sabotage: str | None = None
@@ -150,6 +160,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise InvalidConfig(f"{_flag(name)}: {value!r} given, allowed: {_or(choices)}")
+        if self.reserved_blocks is not None:
+            in_range("reserved_blocks", self.reserved_blocks, 0, self.blocks - 1)
         if self.guarantee is not None:
             in_range("guarantee_slack", self.guarantee, 0, MAX_BLOCKS)
             if self.placement != "address":
@@ -172,6 +184,11 @@ class Options:
             object.__setattr__(self, "verify", True)
         if self.verify and not self.contents:
             raise InvalidConfig("--verify: given without contents, allowed: with them")
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that admission leaves to running requests."""
+        return self.blocks // 100 if self.reserved_blocks is None else self.reserved_blocks
 
     @property
     def step_s(self) -> float:

@@ -4,11 +4,11 @@ What lives here: every question of the serving loop that has more than one sensi
 never lives here: carrying an answer out. A later policy replaces methods of :class:`Policy`.
 
 First come, first served: the head of the queue blocks the others. It is admitted when a row is
-free, less than one step of prefill is queued, and its blocks leave a hundredth of the pool for
-running requests to grow. Prefill goes in order of arrival, as far as a step's tokens last; every
-request past its prompt decodes one token in every step. Out of blocks, the request that arrived
-last is thrown out and computed again later: an older one never waits for a younger one, so each
-run ends.
+free, less than one step of prefill is queued, and its blocks leave the reserve (a hundredth of
+the pool by default) for running requests to grow. Prefill goes in order of arrival, as far as a
+step's tokens last; every request past its prompt decodes one token in every step. Out of blocks,
+the request that arrived last is thrown out and computed again later: an older one never waits for
+a younger one, so each run ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Policy:
     def __init__(self, options: Options, longest: int = 0) -> None:
         self._options = options
         self._longest = longest
-        self._reserve = options.blocks // 100
+        self._reserve = options.headroom
         self._per_step = options.prefill_tokens_per_step
         self._credit = 0.0
 

@@ -7,10 +7,11 @@ figures of it. What never lives here: printing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from ..preheat import Preheated
 from .alone import Alone
 from .loop import Serving
 from .machine import Machine
@@ -31,11 +32,13 @@ class Served:
         totals: its sums.
         mmu: the MMU that served, with its stop watch.
         wall_s: seconds that it took.
+        preheated: what touching memory at start took.
     """
 
     totals: Totals
     mmu: TimedMMU
     wall_s: float
+    preheated: Preheated | None = None
 
 
 def serve(
@@ -84,7 +87,7 @@ def serve(
         Serving(
             trace, options, machine, totals, verifier, watch, until_s=until_s, warm_up_s=warm_up_s
         ).run()
-    return Served(totals, machine.mmu, perf_counter() - start)
+    return Served(totals, machine.mmu, perf_counter() - start, machine.preheated)
 
 
 def replay(
@@ -101,4 +104,6 @@ def replay(
         the figures of :mod:`.report`.
     """
     served = serve(trace, options, watch=watch, say=say, onlooker=onlooker)
-    return figures(trace, options, served.totals, served.mmu, served.wall_s)
+    found = figures(trace, options, served.totals, served.mmu, served.wall_s)
+    preheated = served.preheated
+    return {**found, "preheated": None if preheated is None else asdict(preheated)}

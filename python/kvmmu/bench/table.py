@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from kvmmu import MMU, BlockTables, PrefixGroups, prefix_groups
 
-from harness import Bench, Goal, Row, medians, rust_figures, seconds
+from .. import MMU, BlockTables, PrefixGroups, prefix_groups
+from .harness import Bench, Goal, Row, medians, of_the_core, seconds
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -32,15 +32,17 @@ FORMS: list[tuple[tuple[int, ...], str, dict[str, int], float | None]] = [
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    yield from page_table()
+    yield from page_table(bench)
     yield from looked_up()
     yield from whole_tables()
     yield from new_blocks()
 
 
-def page_table() -> Iterator[Row]:
+def page_table(bench: Bench) -> Iterator[Row]:
     """From Rust: looking up, mapping and unmapping, forking, and the memory of tables."""
-    found = rust_figures("page_table")
+    found = of_the_core(bench, "page_table")
+    if found is None:
+        return
     for heat, limit in (("hot", 5), ("cold", 20)):
         rivals = {
             "vec": "Vec of Vecs",

@@ -12,9 +12,9 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-from kvmmu import MMU
 
-from harness import Bench, Goal, Row, medians, seconds
+from .. import MMU
+from .harness import Bench, Goal, Row, medians, seconds
 
 SIZES = (65_536, 1_048_576)
 SEQUENCE_BLOCKS = 64

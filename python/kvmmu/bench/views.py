@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import Bench, Goal, Row, medians, seconds
+from .harness import Bench, Goal, Row, medians, seconds
 
 TOKENS = 8192
 BLOCK = 16
@@ -43,7 +43,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _shape(torch: Any, threads: int, q_heads: int, heads: int, dim: int) -> Iterator[Row]:
-    from kvmmu import Layers, attend
+    from .. import Layers, attend
 
     blocks = TOKENS // BLOCK
     pool = 2 * blocks * COPIES

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvmmu import CPUMover, Storage
 
-from harness import Bench, Goal, Row, medians, seconds
+from .. import CPUMover, Storage
+from .harness import Bench, Goal, Row, medians, seconds
 
 BLOCKS = 32
 REGIONS = 160
