@@ -73,7 +73,8 @@ def expected_wheel_names() -> set[str]:
     modules = {
         f"kvmmu/{path.relative_to(PACKAGE).as_posix()}"
         for path in PACKAGE.rglob("*")
-        if path.suffix in (".py", ".pyi", ".html", ".css", ".js") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".css", ".js", ".yaml", ".yml")
+        or path.name == "py.typed"
     }
     info = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     return (
