@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ..errors import OutOfBlocks, OutOfTables
 from .contents import contents
+from .cover import separable
 from .machine import Machine
 from .metrics import Totals
 from .options import Options
@@ -36,6 +37,7 @@ from .verify import Verifier
 __all__ = ["Serving"]
 
 SHARING_EVERY = 128
+COVER_EVERY = 32
 WATCH_EVERY = 32
 
 
@@ -189,6 +191,10 @@ class Serving:
         if totals.steps % SHARING_EVERY == 0:
             totals.wasted_blocks = max(totals.wasted_blocks, wasted(self._machine, running))
             totals.wasted_samples += 1
+        if 9 in self._options.page_orders and totals.steps % COVER_EVERY == 0:
+            regions, huge = separable(self._machine, running)
+            totals.separable_sum += regions
+            totals.separable_huge_sum += huge
         self._mmu.end_step(number)
         live = self._mmu.states()["in_use"]
         totals.live_peak = max(totals.live_peak, live)

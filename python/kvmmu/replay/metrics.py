@@ -67,6 +67,9 @@ class TimedMMU:
     def runs(self, sequence: int) -> int:
         return self._timed(lambda: self._mmu.info(sequence).num_runs)
 
+    def regions(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        return self._timed(lambda: self._mmu.regions(sequence))
+
     def cached_tokens(self, sequence: int) -> int:
         return self._timed(lambda: self._mmu.info(sequence).num_cached_tokens)
 
@@ -183,6 +186,9 @@ class Totals:
     regions_sum: int = 0
     """Complete regions of 512 blocks of open sequences, over steps; and those that are huge."""
     huge_sum: int = 0
+    separable_sum: int = 0
+    """Those that are separable (see :mod:`.cover`), over sampled steps; and of them, huge ones."""
+    separable_huge_sum: int = 0
     pages_sum: dict[int, int] = field(default_factory=dict)
     """Pages by order of open sequences, over steps."""
     runs_at_end: dict[str, list[int]] = field(default_factory=lambda: {"short": [], "long": []})

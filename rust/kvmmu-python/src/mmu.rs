@@ -232,6 +232,19 @@ impl MMU {
         Ok(blocks.into_pyarray(py))
     }
 
+    fn regions<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: i64,
+    ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>)> {
+        let regions = self.call(py, |core| core.regions(sequence))?;
+        let regions = regions
+            .into_iter()
+            .map(|(first, huge)| (first as i32, huge));
+        let (first, huge): (Vec<i32>, Vec<bool>) = regions.unzip();
+        Ok((first.into_pyarray(py), huge.into_pyarray(py)))
+    }
+
     fn translate<'py>(
         &self,
         py: Python<'py>,
