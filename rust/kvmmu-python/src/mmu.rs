@@ -14,6 +14,8 @@ use crate::tables::BlockTables;
 use crate::values::{self, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+/// First logical block of each region, and whether it is a huge page.
+type Regions<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>);
 
 /// Decides which sequence holds which block, and what moves where.
 #[pyclass(frozen, module = "kvmmu._core")]
@@ -232,11 +234,7 @@ impl MMU {
         Ok(blocks.into_pyarray(py))
     }
 
-    fn regions<'py>(
-        &self,
-        py: Python<'py>,
-        sequence: i64,
-    ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>)> {
+    fn regions<'py>(&self, py: Python<'py>, sequence: i64) -> PyResult<Regions<'py>> {
         let regions = self.call(py, |core| core.regions(sequence))?;
         let regions = regions
             .into_iter()

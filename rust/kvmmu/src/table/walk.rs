@@ -95,18 +95,15 @@ impl Pieces {
         self.pieces.push(Part { page, n, at: None });
     }
 
-    /// Single blocks anywhere, in the table whose entries begin at `table`; with those that came
-    /// before in it.
-    fn list(&mut self, page: Page, blocks: impl ExactSizeIterator<Item = u32>, table: Loc) {
-        let (n, at) = (blocks.len() as u32, self.blocks.len() as u32);
-        self.blocks.extend(blocks);
+    /// The last `n` blocks are single blocks anywhere, in the table whose entries begin at `table`;
+    /// with those that came before in it.
+    fn list(&mut self, page: Page, n: u32, table: Loc) {
         match self.pieces.last_mut() {
             Some(last) if last.at.is_some() && page.loc > table => last.n += n,
-            _ => self.pieces.push(Part {
-                page,
-                n,
-                at: Some(at),
-            }),
+            _ => {
+                let at = Some(self.blocks.len() as u32 - n);
+                self.pieces.push(Part { page, n, at });
+            }
         }
     }
 
@@ -214,25 +211,38 @@ impl<const FANOUT: u32> Table<FANOUT> {
                 let n = (GROUP - loc % GROUP).min(end - at);
                 let entries = &self.entries[loc as usize..(loc + n) as usize];
                 // Acquire, here and below: as in `load`.
-                let first = block(&entries[0]);
-                let (mut differ, mut expected) = (0, Pte::leaf(first, 0));
-                for entry in entries {
-                    differ |= entry.load(Ordering::Acquire) ^ expected.0;
-                    expected = expected.next();
-                }
+                let load = |entry: &AtomicU64| Pte(entry.load(Ordering::Acquire));
+                let first = load(&entries[0]).block();
                 let page = Page {
                     index: at,
                     block: first,
                     order: 0,
                     loc,
                 };
-                if differ == 0 {
-                    pieces.run(page, n, table);
-                    at += n;
-                    continue;
+                // Nearly all that is no run shows it at its end.
+                let last = load(&entries[entries.len() - 1]);
+                if last == Pte::leaf(first.wrapping_add(n - 1), 0) {
+                    let (mut differ, mut expected) = (0, Pte::leaf(first, 0));
+                    for entry in entries {
+                        differ |= load(entry).0 ^ expected.0;
+                        expected = expected.next();
+                    }
+                    if differ == 0 {
+                        pieces.run(page, n, table);
+                        at += n;
+                        continue;
+                    }
                 }
-                let order = |or, entry: &AtomicU64| or | Pte(entry.load(Ordering::Acquire)).order();
-                if entries.iter().fold(0, order) != 0 {
+                let mut orders = 0;
+                let blocks = entries.iter().map(|entry| {
+                    let pte = load(entry);
+                    orders |= pte.order();
+                    pte.block()
+                });
+                let start = pieces.blocks.len();
+                pieces.blocks.extend(blocks);
+                if orders != 0 {
+                    pieces.blocks.truncate(start);
                     let behind = at + n;
                     while at < behind {
                         let page = self.page(space, at);
@@ -244,7 +254,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
                     }
                     continue;
                 }
-                pieces.list(page, entries.iter().map(block), table);
+                pieces.list(page, n, table);
                 at += n;
             }
         }
