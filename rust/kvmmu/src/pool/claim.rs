@@ -300,15 +300,10 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let words = Self::words_of(window);
         let mut at = words.start + (start / BITS) as usize;
         let mut allowed = !0 << (start % BITS);
-        let mut looks = 0;
+        let mut looks = 1;
+        // Relaxed: the exchange decides.
+        let mut line = self.lines[at].load(Ordering::Relaxed);
         loop {
-            // Relaxed, both: the exchange decides. After a round in vain what is newest: the bit of
-            // this credit may be set by now, and another one clear that an old look shows set.
-            let mut line = match looks < WORDS {
-                true => self.lines[at].load(Ordering::Relaxed),
-                false => self.lines[at].fetch_or(0, Ordering::Relaxed),
-            };
-            looks += 1;
             while !line & allowed != 0 {
                 let clear = !line & allowed;
                 let bit = clear & clear.wrapping_neg();
@@ -329,6 +324,13 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             if at == words.end {
                 at = words.start;
             }
+            // Relaxed, both. After a round in vain what is newest: the bit of this credit may be set by
+            // now, and another one clear that an old look shows set.
+            line = match looks < WORDS {
+                true => self.lines[at].load(Ordering::Relaxed),
+                false => self.lines[at].fetch_or(0, Ordering::Relaxed),
+            };
+            looks += 1;
         }
     }
 
