@@ -241,7 +241,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                     out.push(at as u32 * BITS + bit.trailing_zeros());
                 }
                 // What was seen is no picture of one moment.
-                None => out.push(self.set_one(window)),
+                None => out.push(self.set_newest(window)),
             }
         }
         for (at, mut mask) in taken.into_iter().enumerate() {
@@ -253,7 +253,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
                     let block = at as u32 * BITS + gone.trailing_zeros();
                     gone &= gone - 1;
                     let place = out[start..].iter_mut().find(|taken| **taken == block);
-                    *place.expect("it was chosen") = self.set_one(Self::window_of(block));
+                    *place.expect("it was chosen") = self.set_newest(Self::window_of(block));
                 }
             }
         }
@@ -300,10 +300,9 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let words = Self::words_of(window);
         let mut at = words.start + (start / BITS) as usize;
         let mut allowed = !0 << (start % BITS);
-        let mut looks = 1;
-        // Relaxed: the exchange decides.
-        let mut line = self.lines[at].load(Ordering::Relaxed);
         loop {
+            // Relaxed: the exchange decides.
+            let mut line = self.lines[at].load(Ordering::Relaxed);
             while !line & allowed != 0 {
                 let clear = !line & allowed;
                 let bit = clear & clear.wrapping_neg();
@@ -324,13 +323,22 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             if at == words.end {
                 at = words.start;
             }
-            // Relaxed, both. After a round in vain what is newest: the bit of this credit may be set by
-            // now, and another one clear that an old look shows set.
-            line = match looks < WORDS {
-                true => self.lines[at].load(Ordering::Relaxed),
-                false => self.lines[at].fetch_or(0, Ordering::Relaxed),
-            };
-            looks += 1;
+        }
+    }
+
+    /// With one credit of a window: sets a clear bit, by what is newest in its words: that of this
+    /// credit may be set by now, and another one clear that an old look shows set.
+    #[cold]
+    fn set_newest(&self, window: u32) -> u32 {
+        loop {
+            for at in Self::words_of(window) {
+                // Relaxed: the exchange decides.
+                let clear = !self.lines[at].fetch_or(0, Ordering::Relaxed);
+                let bit = clear & clear.wrapping_neg();
+                if bit != 0 && self.set_mask(at, bit) {
+                    return at as u32 * BITS + bit.trailing_zeros();
+                }
+            }
         }
     }
 
