@@ -11,6 +11,7 @@ import pytest
 from kvmmu.errors import InvalidConfig
 from kvmmu.replay import sample
 from kvmmu.replay.contents import contents
+from kvmmu.replay.cover import separable
 from kvmmu.replay.options import Options
 from kvmmu.replay.run import replay
 from kvmmu.replay.running import Running
@@ -312,6 +313,54 @@ def test_a_block_that_is_held_twice_is_counted() -> None:
     assert wasted(fake, running) == 1
 
 
+def test_a_region_is_separable_if_one_request_had_all_of_its_blocks() -> None:
+    """Three requests of 4-token blocks: the second found 512 blocks of the first one and goes on
+    alone; the third found 700 of the first one, which cut its second region in two."""
+    running = Running(3)
+    owned = 1600
+    for request, found in enumerate((0, 512, 700)):
+        size = 4 * owned
+        running.add(
+            sequence=request,
+            request=request,
+            found=found * 4,
+            known=size,
+            tokens=np.zeros(size, dtype=np.int32),
+            contents=np.zeros(size, dtype=np.uint64),
+            blocks=owned,
+        )
+    assert running.donors(np.array([0, 1599, 1600, 4799])).tolist() == [0, 0, 1, 2]
+    # Physical block = number of the logical block; what was not written holds what was there.
+    table = np.arange(3 * owned).reshape(3, owned)
+    rows = {int(request): row for row, request in enumerate(running.request)}
+    block_table = np.zeros((3, owned), dtype=np.int32)
+    owners = np.arange(3 * owned, dtype=np.uint64)
+    for request, found in enumerate((0, 512, 700)):
+        block_table[rows[request]] = table[request]
+        block_table[rows[request], :found] = table[0, :found]
+        written = (owned, 900, 1100)[request]
+        running.position[rows[request]] = written * 4 - 1
+        owners[table[request, written:]] = 5
+    first = np.array([0, 512, 1024], dtype=np.int32)
+    regions: dict[int, Any] = {
+        0: (first, np.array([True, False, True])),
+        1: (first, np.array([True, True, False])),
+        2: (first[:2] + 3, np.array([False, True])),
+    }
+    machine: Any = SimpleNamespace(
+        block_size=4,
+        block_table=block_table,
+        owners=owners,
+        mmu=SimpleNamespace(regions=regions.__getitem__),
+    )
+    # All of the first two requests; of the third one that lies before what it computed.
+    assert separable(machine, running) == (3 + 3 + 1, 2 + 2 + 0)
+    running.position[rows[2]] = 700 * 4  # it has computed nothing yet
+    assert separable(machine, running) == (3 + 3 + 1, 2 + 2 + 0)
+    running.known[:] = running.position[:] = 511 * 4
+    assert separable(machine, running) == (0, 0)
+
+
 def test_moves_are_counted_while_requests_change_their_rows() -> None:
     # Every second request is long, so rows move at both ends; nothing else moves blocks.
     requests = [(i * 0.3, 1500 if i % 2 else 40, 30 + i % 7) for i in range(40)]
@@ -414,6 +463,8 @@ def test_page_sizes_are_served_and_told(orders: tuple[int, ...]) -> None:
     assert set(shares) <= set(orders)
     assert sum(shares.values()) == pytest.approx(1)
     assert figures["huge_cover"] is None or 0 <= figures["huge_cover"] <= 1
+    separable_cover = figures["huge_cover_separable"]
+    assert separable_cover is None or 0 <= separable_cover <= 1
     for name in ("promotions", "splits", "holds_made", "holds_broken"):
         assert figures[name] >= 0
     if orders == (0,):

@@ -97,6 +97,11 @@ def test_the_length_decides_the_page_sizes(tokens: int, expected: dict[int, int]
     assert (info.pages, info.regions) == (expected, tokens // HUGE)
     other = mmu.open(ints(9000, 9000 + 600), page_orders=(0,))
     assert mmu.info(other).pages == {0: 600}, "its own sizes, whatever its length"
+    first, huge = mmu.regions(sequence)
+    assert first.tolist() == [*range(0, tokens - 511, 512)]
+    assert huge.tolist() == [9 in expected] * info.regions
+    first, huge = mmu.regions(other)
+    assert (first.tolist(), huge.tolist()) == ([0], [False])
     measure = mmu.measure()
     assert measure.regions == info.regions + 1
     assert measure.pages == {**expected, 0: expected.get(0, 0) + 600}

@@ -207,6 +207,9 @@ class MMU:
     def block_table(self, sequence: int) -> npt.NDArray[np.int32]:
         """int32 [ceil(num_tokens / block_size)]: the physical blocks, in order; the null block for
         those that were released from the front."""
+    def regions(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """The complete aligned regions of 512 blocks of a sequence, in order: int32 [n], the first
+        logical block of each; bool [n], whether one page of order 9 maps it."""
     def translate(self, sequence: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Token positions int64 [k] to slots int64 [k]."""
     def sequences(self) -> npt.NDArray[np.int64]:

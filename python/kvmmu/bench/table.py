@@ -187,8 +187,9 @@ def whole_tables() -> Iterator[Row]:
         mmu, sequences = pools[orders]
         entries = LONG * BLOCK // registered(mmu, 1, **form).kernel_block_size
         buffers = registered(mmu, entries, **form)
-        source = np.zeros((BATCH, entries), np.int32)
-        target = np.zeros_like(source)
+        # Written, so that it has memory of its own to be read: zeros are all one page.
+        source = np.ones((BATCH, entries), np.int32)
+        target = np.ones_like(source)
         order = [sequences]
 
         def export(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..errors import Fragmented, OutOfBlocks, OutOfTables
 from .chains import Chains
 from .contents import contents
+from .cover import separable
 from .machine import Machine
 from .metrics import LONG_PROMPT, Totals
 from .options import Options
@@ -38,6 +39,7 @@ __all__ = ["Serving"]
 
 WINDOW = 512
 SHARING_EVERY = 128
+COVER_EVERY = 32
 WATCH_EVERY = 32
 
 
@@ -364,6 +366,10 @@ class Serving:
         if totals.steps % SHARING_EVERY == 0 and self._options.contents:
             totals.wasted_blocks = max(totals.wasted_blocks, wasted(self._machine, running))
             totals.wasted_samples += 1
+        if 9 in self._options.page_orders and totals.steps % COVER_EVERY == 0:
+            regions, huge = separable(self._machine, running)
+            totals.separable_sum += regions
+            totals.separable_huge_sum += huge
         self._mmu.end_step(number)
         states = self._mmu.states()
         live = states["in_use"]

@@ -112,6 +112,9 @@ class TimedMMU:
     def info(self, sequence: int) -> SequenceInfo:
         return self.timed(lambda mmu: mmu.info(sequence))
 
+    def regions(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        return self._timed(lambda: self._mmu.regions(sequence))
+
     def cached_tokens(self, sequence: int) -> int:
         return self.timed(lambda mmu: mmu.info(sequence).num_cached_tokens)
 
@@ -259,6 +262,9 @@ class Totals:
     regions_sum: int = 0
     """Complete regions of 512 blocks of open sequences, over steps; and those that are huge."""
     huge_sum: int = 0
+    separable_sum: int = 0
+    """Those that are separable (see :mod:`.cover`), over sampled steps; and of them, huge ones."""
+    separable_huge_sum: int = 0
     pages_sum: dict[int, int] = field(default_factory=dict)
     """Pages by order of open sequences, over steps."""
     tokens_sum: int = 0

@@ -15,7 +15,9 @@ What lives here: the definition of every figure. What never lives here: counting
   are closed. ``fragmentation_ratio_mean``: 1 - largest run / available blocks, after compaction;
   ``runs_per_sequence_mean``: over steps with an open sequence. Means are over steps.
 - ``huge_cover``: complete regions of 512 blocks of running sequences that are one page of order 9
-  / all, over steps; None when there was no such region. ``token_share_by_page``: blocks that pages
+  / all, over steps; None when there was no such region. ``huge_cover_separable``: the same of the
+  regions whose blocks were all first mapped by one sequence (see :mod:`.cover`), over one step in
+  32. ``token_share_by_page``: blocks that pages
   of each order map / all, over steps. ``promotions``, ``splits``, ``huge_missed``, ``holds_made``,
   ``holds_broken``: the core's counts. ``runs_at_end``: runs of a sequence when it finished, mean
   over those of at most 2,000 tokens and of more than 100,000; ``held_blocks`` at the end.
@@ -76,6 +78,9 @@ def figures(
         "fragmentation_ratio_mean": totals.ratio_sum / max(totals.measured, 1),
         "runs_per_sequence_mean": totals.runs_sum / max(totals.runs_steps, 1),
         "huge_cover": totals.huge_sum / totals.regions_sum if totals.regions_sum else None,
+        "huge_cover_separable": (
+            totals.separable_huge_sum / totals.separable_sum if totals.separable_sum else None
+        ),
         "token_share_by_page": _shares(totals.pages_sum, options.page_orders),
         "promotions": stats["promotions"],
         "splits": stats["splits"],
@@ -202,6 +207,9 @@ def table(figures: dict[str, Any]) -> RenderableType:
             line("pages", shares, "share of blocks mapped by pages of so many")
             if f["huge_cover"] is not None:
                 line("huge cover", f"{f['huge_cover']:.3f}", "of complete regions of 512 blocks")
+            if f["huge_cover_separable"] is not None:
+                note = "of those that no other sequence has a part of"
+                line("", f"{f['huge_cover_separable']:.3f}", note)
             line("promotions", f"{f['promotions']:,}", f"{f['splits']:,} splits")
         if o["hold_blocks"]:
             line("holds", f"{f['holds_made']:,}", f"made, {f['holds_broken']:,} broken for others")

@@ -15,6 +15,7 @@ last of them generates a token, and so does each decode step after it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -66,6 +67,7 @@ class Running:
         self.contents = np.zeros(1 << 16 if contents else 0, dtype=np.uint64)
         self._top = 0
         self._owners = 0
+        self._firsts = array("q")
         self._longest: int | None = 0
         self._columns: tuple[I64, ...] = tuple(getattr(self, name) for name in _COLUMNS)
         self.on_move: Callable[[int, int | None], None] = lambda source, destination: None
@@ -102,6 +104,7 @@ class Running:
         self.target[row] = size
         self.owner[row] = self._owners
         self.prefill_left += known - found
+        self._firsts.append(self._owners)
         self._owners += blocks
         if self._longest is not None:
             self._longest = max(self._longest, size)
@@ -131,6 +134,11 @@ class Running:
         if self._longest is None:
             self._longest = int(self.target[: self.n].max(initial=0))
         return self._longest
+
+    def donors(self, numbers: I64) -> I64:
+        """int64, as numbers of logical blocks: which request each belongs to, counted in the order
+        in which they got their rows (again, after a preemption)."""
+        return np.searchsorted(np.frombuffer(self._firsts, dtype=np.int64), numbers, "right") - 1
 
     def expected(self, row: int) -> U64:
         """uint64 [target]: what each position of a row holds at its end."""

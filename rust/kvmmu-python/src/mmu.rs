@@ -14,6 +14,8 @@ use crate::tables::BlockTables;
 use crate::values::{self, BlockMap, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+/// First logical block of each region, and whether it is a huge page.
+type Regions<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>);
 
 /// Decides which sequence holds which block, and what moves where.
 #[pyclass(frozen, module = "kvmmu._core")]
@@ -230,6 +232,15 @@ impl MMU {
         let blocks = self.call(py, |core| core.block_table(sequence))?;
         let blocks: Vec<i32> = blocks.into_iter().map(|block| block as i32).collect();
         Ok(blocks.into_pyarray(py))
+    }
+
+    fn regions<'py>(&self, py: Python<'py>, sequence: i64) -> PyResult<Regions<'py>> {
+        let regions = self.call(py, |core| core.regions(sequence))?;
+        let regions = regions
+            .into_iter()
+            .map(|(first, huge)| (first as i32, huge));
+        let (first, huge): (Vec<i32>, Vec<bool>) = regions.unzip();
+        Ok((first.into_pyarray(py), huge.into_pyarray(py)))
     }
 
     fn translate<'py>(

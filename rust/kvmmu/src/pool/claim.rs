@@ -16,7 +16,7 @@ use super::counter::{HOME, count};
 use super::homes::Home;
 use super::physical::Physical;
 use super::placement::{End, Fit, Placement, Zone};
-use crate::sync::Ordering;
+use crate::sync::{AtomicU64, Ordering};
 use std::ops::Range;
 
 impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
@@ -153,9 +153,7 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         }
         let single = n;
         if let Some(scatter) = &self.scatter {
-            while n > 0 && self.take_near(scatter.draw(self.span), out) {
-                n -= 1;
-            }
+            n -= self.take_scattered(&scatter.draw(n, self.span), out);
         } else {
             for zone in self.zones(zone) {
                 if self.placement == Placement::Fullest {
@@ -194,6 +192,85 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         let got = self.lower(window, 1, n, 0, 0);
         self.set_many(window, got, out);
         got
+    }
+
+    /// Claims a block near each of some places, as far as windows show credits; returns how many.
+    fn take_scattered(&self, places: &[u32], out: &mut Vec<u32>) -> u32 {
+        let start = out.len();
+        let mut without = Vec::new();
+        if places.len() < self.windows() as usize {
+            without.extend_from_slice(places);
+        } else {
+            self.take_together(places, out, &mut without);
+        }
+        for place in without {
+            if !self.take_near(place, out) {
+                break;
+            }
+        }
+        (out.len() - start) as u32
+    }
+
+    /// The same for many, as far as the windows of the places have credits, which are taken together,
+    /// and so are the bits of a word. `without`: places whose window had none.
+    fn take_together(&self, places: &[u32], out: &mut Vec<u32>, without: &mut Vec<u32>) {
+        let start = out.len();
+        let mut credits = vec![0; self.windows() as usize];
+        for &place in places {
+            credits[Self::window_of(place) as usize] += 1;
+        }
+        for (credits, window) in credits.iter_mut().zip(0..) {
+            *credits = self.lower(window, 1, *credits, 0, 0);
+        }
+        // Relaxed, here and below: which bits are likely to be clear; an exchange decides.
+        let load = |line: &AtomicU64| line.load(Ordering::Relaxed);
+        let mut lines: Vec<u64> = self.lines.iter().map(load).collect();
+        let mut taken = vec![0; lines.len()];
+        for &place in places {
+            let window = Self::window_of(place);
+            let credits = &mut credits[window as usize];
+            if *credits == 0 {
+                without.push(place);
+                continue;
+            }
+            *credits -= 1;
+            match Self::clear_near(&lines, place) {
+                Some((at, bit)) => {
+                    lines[at] |= bit;
+                    taken[at] |= bit;
+                    out.push(at as u32 * BITS + bit.trailing_zeros());
+                }
+                // What was seen is no picture of one moment.
+                None => out.push(self.set_newest(window)),
+            }
+        }
+        for (at, mut mask) in taken.into_iter().enumerate() {
+            while mask != 0 && !self.set_mask(at, mask) {
+                // Another thread was faster with some of them: others are to be found for them.
+                let mut gone = mask & self.lines[at].load(Ordering::Relaxed);
+                mask &= !gone;
+                while gone != 0 {
+                    let block = at as u32 * BITS + gone.trailing_zeros();
+                    gone &= gone - 1;
+                    let place = out[start..].iter_mut().find(|taken| **taken == block);
+                    *place.expect("it was chosen") = self.set_newest(Self::window_of(block));
+                }
+            }
+        }
+    }
+
+    /// The first clear bit at or after a place, within its window, going round.
+    fn clear_near(lines: &[u64], place: u32) -> Option<(usize, u64)> {
+        let first = (place / BITS) as usize;
+        let words = Self::words_of(Self::window_of(place));
+        let here = !lines[first] & (!0 << (place % BITS));
+        let lowest = |at: usize, clear: u64| (at, clear & clear.wrapping_neg());
+        if here != 0 {
+            return Some(lowest(first, here));
+        }
+        let mut round = (first + 1..words.end).chain(words.start..first + 1);
+        let at = round.find(|&at| lines[at] != !0)?;
+        Some(lowest(at, !lines[at]))
     }
 
     /// Claims the first empty block at or after `start`, within the first window that has one,
@@ -245,6 +322,22 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             at += 1;
             if at == words.end {
                 at = words.start;
+            }
+        }
+    }
+
+    /// With one credit of a window: sets a clear bit, by what is newest in its words: that of this
+    /// credit may be set by now, and another one clear that an old look shows set.
+    #[cold]
+    fn set_newest(&self, window: u32) -> u32 {
+        loop {
+            for at in Self::words_of(window) {
+                // Relaxed: the exchange decides.
+                let clear = !self.lines[at].fetch_or(0, Ordering::Relaxed);
+                let bit = clear & clear.wrapping_neg();
+                if bit != 0 && self.set_mask(at, bit) {
+                    return at as u32 * BITS + bit.trailing_zeros();
+                }
             }
         }
     }

@@ -70,6 +70,43 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
         wrong
     }
 
+    /// As [`Physical::give`], of blocks in any order, each of which comes once; `before` sees each
+    /// group that is about to be emptied.
+    pub(crate) fn give_unsorted(
+        &self,
+        home: &Home,
+        blocks: &mut [u32],
+        before: impl Fn(&Group),
+    ) -> Option<u32> {
+        if blocks.is_sorted_by(|a, b| a > b) {
+            blocks.reverse();
+            return self.give_each(home, Self::groups_of(blocks).inspect(before));
+        }
+        let (least, most) = blocks.iter().fold((u32::MAX, 0), |(least, most), &block| {
+            (least.min(block), most.max(block))
+        });
+        let first = (least / BITS) as usize;
+        let words = ((most / BITS) as usize).saturating_sub(first) + 1;
+        if words > blocks.len() {
+            blocks.sort_unstable();
+            return self.give_each(home, Self::groups_of(blocks).inspect(before));
+        }
+        // They lie all over a part of the pool that is not much larger than they are many.
+        let mut masks = vec![0; words];
+        for &block in &*blocks {
+            let (at, bit) = Self::place(block);
+            masks[at - first] |= bit;
+        }
+        let groups = masks.into_iter().zip(first as u32..);
+        let groups = groups.filter(|&(mask, _)| mask != 0);
+        let groups = groups.map(|(mask, at): (u64, u32)| Group {
+            first: at * BITS + mask.trailing_zeros(),
+            mask,
+            dense: mask == Self::FULL,
+        });
+        self.give_each(home, groups.inspect(before))
+    }
+
     /// As [`Physical::give`], but the blocks stay reserved for the caller.
     pub(crate) fn give_reserved(&self, blocks: &[u32]) -> Option<u32> {
         let raise = |window, n| self.raise(window, n, 0);
@@ -182,5 +219,85 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
             }
         }
         false
+    }
+}
+
+#[cfg(all(test, not(loom), not(shuttle)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use crate::pool::{Pool, PoolConfig, Word};
+
+    proptest! {
+        /// Lists that descend, that lie close together and that do not; stuck blocks among them.
+        #[test]
+        fn blocks_are_given_in_any_order(
+            spread in 1u32..3000,
+            blocks in proptest::collection::hash_set(any::<u32>(), 1..300),
+            stuck in proptest::collection::vec(any::<prop::sample::Index>(), 0..9),
+        ) {
+            let pool = Pool::<64, 8>::new(&PoolConfig::new(3000)).unwrap();
+            let blocks: std::collections::BTreeSet<u32> =
+                blocks.into_iter().map(|block| block % spread).collect();
+            let mut list: Vec<u32> = blocks.iter().copied().collect();
+            for turn in [0, 1, list.len() / 2] {
+                let turn = turn.min(list.len());
+                list.rotate_left(turn);
+                list.reverse();
+                prop_assert!(list.iter().all(|&block| pool.claim_exact(block, 1)));
+                for index in &stuck {
+                    pool.set_stuck(*index.get(&list), true);
+                }
+                pool.give_unsorted(&mut list);
+                prop_assert!(list.iter().all(|&block| pool.is_empty(block) && !pool.is_stuck(block)));
+                pool.audit().unwrap();
+            }
+        }
+
+        #[test]
+        fn words_of_a_list_change_as_those_of_each(
+            references in proptest::collection::vec(0u32..3, 1..40),
+            published in any::<bool>(),
+        ) {
+            let pool = Pool::<64, 8>::new(&PoolConfig::new(40)).unwrap();
+            let list: Vec<u32> = (0..references.len() as u32).rev().step_by(3).collect();
+            let mut word = Word::PRIVATE;
+            if published {
+                word = word.published();
+            }
+            let words: Vec<Word> = list
+                .iter()
+                .map(|&block| Word(word.0 + references[block as usize]))
+                .collect();
+            pool.claim_batch(40, &mut Vec::new()).unwrap();
+            for (&block, &word) in list.iter().zip(&words) {
+                pool.set_word(block, word);
+            }
+            let plain = words.iter().all(|word| *word == Word::PRIVATE);
+            prop_assert_eq!(pool.each_private(&list), plain);
+            prop_assert!(!pool.any_of_full(&list));
+            pool.retain_each(&list, |_| panic!("all of them are in use"));
+            let more = |word: &Word| word.retained().unwrap();
+            prop_assert!(list.iter().map(|&b| pool.word(b)).eq(words.iter().map(more)));
+            pool.release_each(&list, |_| panic!("all of them keep a holder"));
+            prop_assert!(list.iter().map(|&b| pool.word(b)).eq(words.iter().copied()));
+            // Now one may be the last holder of some: then it is for the caller to say.
+            let mut others = Vec::new();
+            pool.release_each(&list, |block| others.push(block));
+            if list.iter().any(|&block| references[block as usize] == 0) {
+                prop_assert_eq!(&others, &list);
+                prop_assert!(list.iter().map(|&b| pool.word(b)).eq(words.iter().copied()));
+            } else {
+                let less = |word: &Word| word.released().unwrap();
+                prop_assert!(others.is_empty());
+                prop_assert!(list.iter().map(|&b| pool.word(b)).eq(words.iter().map(less)));
+            }
+            let full = Word(crate::pool::MAX_REFERENCES - 1);
+            pool.set_word(list[list.len() / 2], full);
+            prop_assert!(pool.any_of_full(&list));
+            let mut others = Vec::new();
+            pool.retain_each(&list, |block| others.push(block));
+            prop_assert_eq!(&others, &list);
+        }
     }
 }

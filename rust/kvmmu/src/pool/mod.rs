@@ -55,10 +55,15 @@ mod shape;
 mod states;
 mod word;
 
+use std::ops::Range;
+
 use crate::error::Result;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, lock, thread_number, zeroed_u32, zeroed_u64};
+use crate::sync::{
+    AtomicU32, AtomicU64, Mutex, Ordering, lock, thread_number, zeroed_u32, zeroed_u64,
+};
 
 use fifo::Fifo;
+use give::Group;
 use homes::Home;
 /// For its models.
 #[cfg(loom)]
@@ -223,6 +228,40 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
     /// Claims exactly this block if it is empty.
     pub(crate) fn take_exact(&self, block: u32) -> bool {
         self.claim_exact(block, 1)
+    }
+
+    /// As [`Pool::give`], of whole runs, stuck or not. Not for [`Placement::Fifo`].
+    pub(crate) fn give_runs(&self, runs: impl Iterator<Item = Range<u32>>) {
+        debug_assert!(self.fifo.is_none());
+        let groups = runs.flat_map(|run| {
+            debug_assert!(self.all_private(run.clone()));
+            self.unstick(run.clone());
+            Physical::<BITS, WORDS>::groups(run)
+        });
+        let wrong = self.physical.give_each(self.home(), groups);
+        assert!(wrong.is_none(), "released block {wrong:?}, which was empty");
+    }
+
+    /// As [`Pool::give`], of blocks in any order, stuck or not, each of which comes once. Not for
+    /// [`Placement::Fifo`], where the order counts.
+    pub(crate) fn give_unsorted(&self, blocks: &mut [u32]) {
+        debug_assert!(self.fifo.is_none());
+        debug_assert!(self.each_private(blocks));
+        if blocks.is_empty() {
+            return;
+        }
+        let unstick = |group: &Group| {
+            let first = group.first / BITS * BITS;
+            // Relaxed: the caller owns the blocks, and asks about their bits alone.
+            let stuck = self.stuck[first as usize / 64].load(Ordering::Relaxed) >> (first % 64);
+            let mut stuck = stuck & group.mask;
+            while stuck != 0 {
+                self.set_stuck(first + stuck.trailing_zeros(), false);
+                stuck &= stuck - 1;
+            }
+        };
+        let wrong = self.physical.give_unsorted(self.home(), blocks, unstick);
+        assert!(wrong.is_none(), "released block {wrong:?}, which was empty");
     }
 
     /// Empties blocks that the caller owns alone and whose words are 0.

@@ -66,15 +66,19 @@ impl Scatter {
         }
     }
 
-    /// A block number below `n`.
-    pub(crate) fn draw(&self, n: u32) -> u32 {
+    /// So many block numbers below `span`.
+    pub(crate) fn draw(&self, n: u32, span: u32) -> Vec<u32> {
+        const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+        let all = STEP.wrapping_mul(n.into());
         // Relaxed: only the value itself matters, no other memory hangs on it.
-        let mut z = self
-            .state
-            .fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-        ((u128::from(z) * u128::from(n)) >> 64) as u32
+        let first = self.state.fetch_add(all, Ordering::Relaxed);
+        let place = |i: u32| {
+            let mut z = first.wrapping_add(STEP.wrapping_mul(i.into()));
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^= z >> 31;
+            ((u128::from(z) * u128::from(span)) >> 64) as u32
+        };
+        (0..n).map(place).collect()
     }
 }

@@ -209,31 +209,38 @@ impl<const BITS: u32, const WORDS: usize> Physical<BITS, WORDS> {
     /// With a credit a block: sets the bits of exactly these blocks, within one window, or none.
     fn set_range(&self, range: Range<u32>) -> bool {
         for (at, mask) in Self::masks(range.clone()) {
-            // Relaxed: the exchange decides.
-            let mut line = self.lines[at].load(Ordering::Relaxed);
-            loop {
-                if line & mask != 0 {
-                    // Own bits are cleared again; their credits are still held.
-                    for (before, mask) in Self::masks(range).take_while(|(word, _)| *word != at) {
-                        // Relaxed: a read-modify-write, so the Release with which the last owner
-                        // cleared these bits still reaches their next owner.
-                        self.lines[before].fetch_and(!mask, Ordering::Relaxed); // undo
-                    }
-                    return false;
-                }
-                // Acquire: pairs with the Release that cleared the bits.
-                match self.lines[at].compare_exchange(
-                    line,
-                    line | mask,
-                    Ordering::Acquire,
-                    Ordering::Relaxed,
-                ) {
-                    Ok(_) => break,
-                    Err(seen) => line = seen,
-                }
+            if self.set_mask(at, mask) {
+                continue;
             }
+            // Own bits are cleared again; their credits are still held.
+            for (before, mask) in Self::masks(range).take_while(|(word, _)| *word != at) {
+                // Relaxed: a read-modify-write, so the Release with which the last owner cleared
+                // these bits still reaches their next owner.
+                self.lines[before].fetch_and(!mask, Ordering::Relaxed); // undo
+            }
+            return false;
         }
         true
+    }
+
+    /// With a credit a block: sets bits of a word that are all clear. False: one of them is not, and
+    /// nothing has changed.
+    pub(crate) fn set_mask(&self, at: usize, mask: u64) -> bool {
+        // Relaxed: the exchange decides.
+        let mut line = self.lines[at].load(Ordering::Relaxed);
+        while line & mask == 0 {
+            // Acquire: pairs with the Release that cleared the bits.
+            match self.lines[at].compare_exchange(
+                line,
+                line | mask,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return true,
+                Err(seen) => line = seen,
+            }
+        }
+        false
     }
 
     /// Word and bits of each part of a range.

@@ -6,7 +6,10 @@
 use std::ops::Range;
 
 use super::physical::Physical;
-use super::word::{MAX_REFERENCES, both_released, both_retained, may_be_full};
+use super::word::{
+    MAX_REFERENCES, both_released, both_retained, may_be_full, not_simply_released,
+    not_simply_retained,
+};
 use super::{Pool, State, WINDOW, Word};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -153,6 +156,47 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         self.change_pairs(blocks, both_released, other);
     }
 
+    /// As [`Pool::retain_pairs`], of blocks anywhere; all of them are `other` if one is.
+    pub(crate) fn retain_each(&self, blocks: &[u32], other: impl FnMut(u32)) {
+        if self.any(blocks, not_simply_retained) {
+            return blocks.iter().copied().for_each(other);
+        }
+        for &block in blocks {
+            self.change_half(block, |pair, one| pair + one);
+        }
+    }
+
+    /// As [`Pool::release_pairs`], of blocks anywhere; all of them are `other` if one is.
+    pub(crate) fn release_each(&self, blocks: &[u32], other: impl FnMut(u32)) {
+        if self.any(blocks, not_simply_released) {
+            return blocks.iter().copied().for_each(other);
+        }
+        for &block in blocks {
+            self.change_half(block, |pair, one| pair - one);
+        }
+    }
+
+    /// Whether a question about their words has bits for an answer with one of these blocks.
+    /// (Folded without a branch, so that the loads do not wait for each other.)
+    fn any(&self, blocks: &[u32], bits: impl Fn(Word) -> u32) -> bool {
+        // Relaxed: as in `change_pairs`, or the words are of private blocks.
+        let word = |block: u32| {
+            half(
+                self.words[block as usize / 2].load(Ordering::Relaxed),
+                block,
+            )
+        };
+        let bits = |or, &block: &u32| or | bits(word(block));
+        blocks.iter().fold(0, bits) != 0
+    }
+
+    fn change_half(&self, block: u32, change: impl Fn(u64, u64) -> u64) {
+        let cell = &self.words[block as usize / 2];
+        // Relaxed and Release: as in `change_pairs`.
+        let pair = cell.load(Ordering::Relaxed);
+        cell.store(change(pair, 1 << (32 * (block % 2))), Ordering::Release);
+    }
+
     fn change_pairs(
         &self,
         blocks: Range<u32>,
@@ -189,6 +233,17 @@ impl<const BITS: u32, const WORDS: usize> Pool<BITS, WORDS> {
         // Relaxed: under the same lock. Whoever is far from it is seen to be at once.
         let may_be = |or, pair: &AtomicU64| or | may_be_full(pair.load(Ordering::Relaxed));
         pairs.iter().fold(0, may_be) != 0 && blocks.into_iter().any(full)
+    }
+
+    /// As [`Pool::any_full`], of blocks anywhere.
+    pub(crate) fn any_of_full(&self, blocks: &[u32]) -> bool {
+        let full = |&block: &u32| self.word(block).references() == MAX_REFERENCES;
+        self.any(blocks, |word| may_be_full(word.0.into()) as u32) && blocks.iter().any(full)
+    }
+
+    /// As [`Pool::all_private`], of blocks anywhere.
+    pub(crate) fn each_private(&self, blocks: &[u32]) -> bool {
+        !self.any(blocks, |word| word.0)
     }
 
     /// Whether the words of all blocks of a range are 0: private, as their owner knows that they are

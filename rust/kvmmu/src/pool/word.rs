@@ -198,6 +198,17 @@ pub(crate) fn may_be_full(pair: u64) -> u64 {
     pair & HALVES
 }
 
+/// Of one word: 0 if one holder more is only an addition.
+pub(crate) fn not_simply_retained(word: Word) -> u32 {
+    word.0 & (TAGS | HALVES) as u32
+}
+
+/// Of one word: 0 if one holder less is only a subtraction.
+pub(crate) fn not_simply_released(word: Word) -> u32 {
+    // A count of 0 borrows, as far as the top bit.
+    word.0 & (TAGS | MOVES) as u32 | (word.0 & COUNT).wrapping_sub(1) & 1 << 31
+}
+
 /// Two words side by side with one holder less, if both are plainly in use and keep one.
 pub(crate) fn both_released(pair: u64) -> Option<u64> {
     let (low, high) = (pair as u32 & COUNT, (pair >> 32) as u32 & COUNT);

@@ -2,9 +2,9 @@
 
 use crate::error::{Error, Result};
 use crate::pool::Placement;
-use crate::state::{Mmu, NONE, Sequence, Shared};
+use crate::state::{Mmu, NONE, Sequence, Shared, runs_behind};
 use crate::stats::count;
-use crate::table::Stretch;
+use crate::table::{Blocks, Pieces};
 
 impl Mmu {
     /// Ends a sequence. Published blocks stay cached; the rest becomes empty, or fenced until the
@@ -76,17 +76,17 @@ impl Mmu {
         if from > sequence.first {
             self.cut_before(shared, slot, sequence, from);
         }
-        let pages = self.stretches(shared, sequence, from, mapped);
+        let pieces = self.pieces(shared, sequence, from, mapped);
         let last = if from > sequence.first {
             self.table.block(sequence.space, from - 1)
         } else {
             NONE
         };
-        self.forget(sequence, last, &pages);
+        self.forget(sequence, last, &pieces);
         sequence.last = last;
         self.table
             .unmap(sequence.space, from, mapped, sequence.first..from);
-        self.release_pages(shared, pages);
+        self.release_pieces(shared, pieces);
     }
 
     /// Releases the blocks in front of a token, for attention that looks back only so far: their
@@ -118,8 +118,8 @@ impl Mmu {
         }
         let mut shared = self.shared();
         self.cut_before(&mut shared, slot, &mut sequence, to);
-        let pages = self.stretches(&mut shared, &sequence, first, to);
-        self.forget(&mut sequence, NONE, &pages);
+        let pieces = self.pieces(&mut shared, &sequence, first, to);
+        self.forget(&mut sequence, NONE, &pieces);
         let next = self.table.block(sequence.space, to);
         let before = self.table.block(sequence.space, to - 1);
         // The run that the border cuts in two counts on both sides.
@@ -127,128 +127,101 @@ impl Mmu {
         self.table.unmap(sequence.space, first, to, to..mapped);
         sequence.first = to;
         sequence.version = sequence.version.wrapping_add(1);
-        self.release_pages(&mut shared, pages);
+        self.release_pieces(&mut shared, pieces);
         count(&self.stats.released_before, (to - first) as usize);
         Ok(to - first)
     }
 
-    /// What maps `from..to` now, for [`Mmu::release_pages`].
-    fn stretches(
-        &self,
-        shared: &mut Shared,
-        sequence: &Sequence,
-        from: u32,
-        to: u32,
-    ) -> Vec<Stretch> {
-        let mut pages = std::mem::take(&mut shared.unmapping);
-        self.table
-            .each_stretch(sequence.space, from, to, |stretch| pages.push(stretch));
-        pages
+    /// What maps `from..to` now, for [`Mmu::release_pieces`].
+    fn pieces(&self, shared: &mut Shared, sequence: &Sequence, from: u32, to: u32) -> Pieces {
+        let mut pieces = std::mem::take(&mut shared.pieces);
+        self.table.pieces(sequence.space, from, to, &mut pieces);
+        pieces
     }
 
     /// A sequence no longer counts pages and their runs, the first of them behind block `before`.
-    fn forget(&self, sequence: &mut Sequence, mut before: u32, pages: &[Stretch]) {
-        for stretch in pages {
-            let blocks = stretch.blocks();
-            sequence.pages[stretch.page.order as usize] -= stretch.n;
-            sequence.runs -= u32::from(before == NONE || blocks.start != before + 1);
-            before = blocks.end - 1;
+    fn forget(&self, sequence: &mut Sequence, mut before: u32, pieces: &Pieces) {
+        for piece in pieces.iter() {
+            let page = piece.page;
+            match piece.blocks {
+                Blocks::Run(n) => {
+                    sequence.pages[page.order as usize] -= n >> page.order;
+                    sequence.runs -= u32::from(before == NONE || page.block != before + 1);
+                    before = page.block + n - 1;
+                }
+                Blocks::Each(blocks) => {
+                    sequence.pages[0] -= blocks.len() as u32;
+                    sequence.runs -= runs_behind(before, blocks);
+                    before = blocks[blocks.len() - 1];
+                }
+            }
         }
     }
 
-    /// Releases the blocks of pages that are no longer mapped, last first: a leaf enters the order
-    /// of eviction before its parent.
-    fn release_pages(&self, shared: &mut Shared, mut pages: Vec<Stretch>) {
+    /// Releases the blocks of what is no longer mapped, last first: a leaf enters the order of
+    /// eviction before its parent.
+    fn release_pieces(&self, shared: &mut Shared, mut pieces: Pieces) {
         // No step ends between asking for the fence and waiting behind it.
         let steps = self.steps();
         let fence = steps.fence();
-        let blocks = pages.iter().map(|stretch| stretch.blocks().len()).sum();
-        let mut empty = Vec::with_capacity(blocks);
+        // Runs are emptied as such. (A list of the pool's keeps the order of release.)
+        let in_order = self.config.placement == Placement::Fifo;
+        let (mut empty, mut runs) = (Vec::new(), Vec::new());
         let mut last = Vec::new();
         let mut freed = 0;
-        for stretch in pages.drain(..).rev() {
-            let order = stretch.page.order;
-            let entries = stretch.entries();
-            let blocks = stretch.blocks();
-            if self.pool.all_private(blocks.clone()) {
-                entries.for_each(|(number, _)| self.reverse.clear_only((order, number)));
-                freed += blocks.len();
-                if fence.is_none() {
-                    self.pool.unstick(blocks.clone());
-                    empty.extend(blocks.rev());
-                    continue;
+        for piece in pieces.iter().rev() {
+            let (page, chains) = (piece.page, &mut shared.chains);
+            match piece.blocks {
+                Blocks::Run(n) => {
+                    let blocks = page.block..page.block + n;
+                    let places = self.reverse.run(page.order, piece.numbers());
+                    if self.pool.all_private(blocks.clone()) {
+                        self.reverse.clear_all(places);
+                        if fence.is_none() {
+                            freed += n as usize;
+                            match in_order {
+                                true => empty.extend(blocks.rev()),
+                                false => runs.push(blocks),
+                            }
+                            continue;
+                        }
+                        last.extend(blocks);
+                    } else {
+                        self.reverse
+                            .remove_all(chains, page.order, places, page.loc);
+                        self.pool.release_pairs(blocks, |block| last.push(block));
+                    }
                 }
-                for block in blocks.rev() {
-                    self.let_go(shared, fence, block, &mut empty);
-                }
-            } else {
-                for (number, loc) in entries {
-                    self.reverse
-                        .remove(&mut shared.chains, (order, number), loc);
-                }
-                self.pool.release_pairs(blocks, |block| last.push(block));
-                for block in last.drain(..).rev() {
-                    self.release(shared, fence, block, &mut empty);
+                Blocks::Each(blocks) => {
+                    let places = self.reverse.each(blocks);
+                    if self.pool.each_private(blocks) {
+                        self.reverse.clear_all(places);
+                        if fence.is_none() {
+                            freed += blocks.len();
+                            empty.extend(blocks.iter().rev());
+                            continue;
+                        }
+                        last.extend(blocks);
+                    } else {
+                        self.reverse.remove_all(chains, 0, places, page.loc);
+                        self.pool.release_each(blocks, |block| last.push(block));
+                    }
                 }
             }
+            for block in last.drain(..).rev() {
+                self.release(shared, fence, block, &mut empty);
+            }
         }
-        shared.unmapping = pages;
+        pieces.clear();
+        shared.pieces = pieces;
         count(&self.stats.freed_blocks, freed);
-        if self.config.placement != Placement::Fifo {
-            sort(&mut empty); // neighbours go together
+        if in_order {
+            empty
+                .iter()
+                .for_each(|&block| self.pool.set_stuck(block, false));
+            return self.pool.give(&empty);
         }
-        self.pool.give(&empty);
-    }
-}
-
-/// Sorts blocks, each of which comes once: by a bitmap, where they lie all over a part of the pool
-/// that is not much larger than they are many.
-fn sort(blocks: &mut Vec<u32>) {
-    if blocks.is_sorted_by(|a, b| a > b) {
-        return blocks.reverse();
-    }
-    let (least, most) = blocks.iter().fold((u32::MAX, 0), |(least, most), &block| {
-        (least.min(block), most.max(block))
-    });
-    let first = least / 64;
-    let words = (most / 64).saturating_sub(first) as usize + 1;
-    if words > blocks.len() {
-        return blocks.sort_unstable();
-    }
-    let mut bits = vec![0u64; words];
-    for &block in &*blocks {
-        bits[(block / 64 - first) as usize] |= 1 << (block % 64);
-    }
-    blocks.clear();
-    for (word, at) in bits.into_iter().zip(first..) {
-        let mut left = word;
-        while left != 0 {
-            blocks.push(at * 64 + left.trailing_zeros());
-            left &= left - 1;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn blocks_come_out_in_order(
-            spread in 1u32..5000,
-            blocks in proptest::collection::hash_set(any::<u32>(), 0..300),
-        ) {
-            let blocks: std::collections::BTreeSet<u32> =
-                blocks.into_iter().map(|block| block % spread).collect();
-            let mut list: Vec<u32> = blocks.iter().copied().collect();
-            for turn in [0, 1, list.len() / 2] {
-                let turn = turn.min(list.len());
-                list.rotate_left(turn);
-                list.reverse();
-                super::sort(&mut list);
-                prop_assert!(list.iter().eq(&blocks));
-            }
-        }
+        self.pool.give_runs(runs.into_iter().rev());
+        self.pool.give_unsorted(&mut empty);
     }
 }

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::pool::MAX_REFERENCES;
 use crate::state::{Mmu, Sequence, id};
 use crate::stats::count;
+use crate::table::Blocks;
 
 impl Mmu {
     /// A new sequence that shares every block; copies nothing. Positions that a step in flight has
@@ -19,12 +20,15 @@ impl Mmu {
             return Err(error);
         }
         let mut shared = self.shared();
-        let mut full = false;
-        self.table
-            .each_stretch(parent.space, first, mapped, |stretch| {
-                full |= self.pool.any_full(stretch.blocks());
-            });
+        let mut pieces = std::mem::take(&mut shared.pieces);
+        self.table.pieces(parent.space, first, mapped, &mut pieces);
+        let full = pieces.iter().any(|piece| match piece.blocks {
+            Blocks::Run(n) => self.pool.any_full(piece.page.block..piece.page.block + n),
+            Blocks::Each(blocks) => self.pool.any_of_full(blocks),
+        });
         if full {
+            pieces.clear();
+            shared.pieces = pieces;
             self.table.trim(child.space, first, mapped, true);
             self.give_slot(slot, child);
             let limit = u64::from(MAX_REFERENCES);
@@ -34,15 +38,23 @@ impl Mmu {
                 limit,
             });
         }
-        self.table
-            .each_stretch(parent.space, first, mapped, |stretch| {
-                self.retain_range(&mut shared, stretch.blocks());
-                let loc = self.table.map_as(child.space, stretch);
-                let order = stretch.page.order;
-                for ((number, _), loc) in stretch.entries().zip(loc..) {
-                    self.reverse.add(&mut shared.chains, (order, number), loc);
+        for piece in pieces.iter() {
+            self.retain_piece(&mut shared, piece);
+            let loc = self.table.map_as(child.space, piece);
+            let (order, chains) = (piece.page.order, &mut shared.chains);
+            match piece.blocks {
+                Blocks::Run(_) => {
+                    let places = self.reverse.run(order, piece.numbers());
+                    self.reverse.add_all(chains, order, places, loc);
                 }
-            });
+                Blocks::Each(blocks) => {
+                    let places = self.reverse.each(blocks);
+                    self.reverse.add_all(chains, 0, places, loc);
+                }
+            }
+        }
+        pieces.clear();
+        shared.pieces = pieces;
         drop(shared);
         *child = Sequence {
             generation: child.generation,

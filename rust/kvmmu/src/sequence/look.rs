@@ -24,6 +24,21 @@ impl Mmu {
         })
     }
 
+    /// The complete aligned regions of 512 blocks of a sequence: the first logical block of each,
+    /// and whether one page of order 9 maps it.
+    pub fn regions(&self, id: i64) -> Result<Vec<(u32, bool)>> {
+        let _gate = self.enter();
+        let (_, sequence) = self.sequence(id)?;
+        let n = sequence.regions(self.blocks_for(sequence.tokens));
+        let space = sequence.space;
+        let first = space.virtual_of(sequence.first).next_multiple_of(512);
+        let region = |i: u32| {
+            let index = space.logical_of(first + i * 512);
+            (index, self.table.page(space, index).order == 9)
+        };
+        Ok((0..n).map(region).collect())
+    }
+
     /// Physical blocks of a sequence, in order; the null block for those released from its front.
     pub fn block_table(&self, id: i64) -> Result<Vec<u32>> {
         let _gate = self.enter();

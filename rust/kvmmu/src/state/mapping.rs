@@ -282,9 +282,10 @@ fn largest_page(at: u32, blocks: &[u32], orders: u32) -> u32 {
         let order = orders.ilog2();
         let page = &blocks[..1 << order];
         // Folded, so that it is vectorised.
-        let differ = |differ, (&block, expected): (&u32, u32)| differ | (block ^ expected);
+        let differ =
+            |differ, (at, &block): (usize, &u32)| differ | (block ^ first.wrapping_add(at as u32));
         if page[page.len() - 1] == first + page.len() as u32 - 1
-            && page.iter().zip(first..).fold(0, differ) == 0
+            && page.iter().enumerate().fold(0, differ) == 0
         {
             return order;
         }
@@ -295,11 +296,10 @@ fn largest_page(at: u32, blocks: &[u32], orders: u32) -> u32 {
 
 /// Runs among blocks, and the last, seen behind one that came before (`NONE`: nothing did).
 pub(crate) fn runs_behind(before: u32, blocks: &[u32]) -> u32 {
-    let mut before = before;
-    let mut runs = 0;
-    for &block in blocks {
-        runs += u32::from(before == NONE || block != before + 1);
-        before = block;
-    }
-    runs
+    let Some(&first) = blocks.first() else {
+        return 0;
+    };
+    let begins = |(&before, &block): (&u32, &u32)| u32::from(block != before.wrapping_add(1));
+    let others: u32 = blocks.iter().zip(&blocks[1..]).map(begins).sum();
+    u32::from(before == NONE || first != before + 1) + others
 }

@@ -40,7 +40,7 @@ use crate::sync::{
     AtomicU32, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, Serial,
     lock, try_lock,
 };
-use crate::table::{Lives, Stretch, Table};
+use crate::table::{Blocks, Lives, Piece, Pieces, Table};
 
 pub(crate) use ages::Ages;
 use holds::Holds;
@@ -94,9 +94,9 @@ pub(crate) struct Shared {
     pub(crate) ages: Ages,
     /// Fenced blocks and the step that each waits for.
     fenced: VecDeque<(u64, u32)>,
-    /// Empty between verbs: memory for the pages that one unmaps, which the system would map anew
-    /// each time.
-    pub(crate) unmapping: Vec<Stretch>,
+    /// Empty between verbs: memory for what one unmaps or maps once more, which the system would
+    /// map anew each time.
+    pub(crate) pieces: Pieces,
     /// What compaction fills; the hold behind the last slot says how far.
     pub(crate) filling: Option<Filling>,
     /// The slot at which compaction goes on to look for sequences in many runs.
@@ -220,7 +220,7 @@ impl Mmu {
                 cooling_order: VecDeque::new(),
                 ages: Ages::new(indexed)?,
                 fenced: VecDeque::new(),
-                unmapping: Vec::new(),
+                pieces: Pieces::default(),
                 filling: None,
                 cursor: 0,
                 missed: 0,
@@ -415,6 +415,16 @@ impl Mmu {
     pub(crate) fn retain_range(&self, shared: &mut Shared, blocks: std::ops::Range<u32>) {
         self.pool
             .retain_pairs(blocks, |block| self.retain(shared, block));
+    }
+
+    /// As [`Mmu::retain`], for each of a piece.
+    pub(crate) fn retain_piece(&self, shared: &mut Shared, piece: Piece<'_>) {
+        match piece.blocks {
+            Blocks::Run(n) => self.retain_range(shared, piece.page.block..piece.page.block + n),
+            Blocks::Each(blocks) => self
+                .pool
+                .retain_each(blocks, |block| self.retain(shared, block)),
+        }
     }
 
     /// One holder less. A block that nobody holds any more goes to the cache, behind the fence, or

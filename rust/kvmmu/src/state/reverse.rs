@@ -4,23 +4,29 @@
 //! the entries of its own list (order 0), and by those of every larger page that it lies in.
 //!
 //! ```text
-//!  word of a page    0                  no entry
-//!                    loc + 1            exactly one: where it stands in the page table
-//!                    bit 31 | line      several: a chain of lines of up to 14 each
-//!                    bits 31, 30 | pair two, which never were more: a line would be 64 bytes
+//!  word of a page    0             no entry
+//!                    loc + 1       exactly one: where it stands in the page table
+//!                    all bits set  two, which stand in the page's place of a second array
+//!                    bit 31 | line several: a chain of lines of up to 14 each
 //! ```
+//!
+//! The second array is as long as the first and touched where pages are shared alone, so that a private
+//! page costs no memory there, and no list of free places is kept for pairs.
 //!
 //! The word of a page whose blocks are private is stored by its sequence alone; as soon as a block
 //! of it may be known to a second thread (published or shared) its words and chains change only
 //! under the shared lock.
 
+use std::ops::Range;
+
 use crate::error::Result;
-use crate::sync::{AtomicU32, Ordering, zeroed_u32};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, zeroed_u32, zeroed_u64};
 use crate::table::Loc;
 
 const NONE: u32 = u32::MAX;
 const CHAIN: u32 = 1 << 31;
-const PAIR: u32 = 1 << 30;
+/// No line has this number.
+const PAIR: u32 = u32::MAX;
 const LINE: usize = 14;
 /// Orders that there may be.
 pub(crate) const ORDERS: usize = 10;
@@ -33,13 +39,11 @@ struct Line {
     next: u32,
 }
 
-/// Chains of the pages that are mapped more than once; behind the shared lock.
+/// Chains of the pages that are mapped more than twice; behind the shared lock.
 #[derive(Debug, Default)]
 pub(crate) struct Chains {
     lines: Vec<Line>,
     free: Vec<u32>,
-    pairs: Vec<[Loc; 2]>,
-    free_pairs: Vec<u32>,
 }
 
 impl Chains {
@@ -62,27 +66,6 @@ impl Chains {
         }
     }
 
-    /// The word of a page that these two map.
-    fn pair(&mut self, both: [Loc; 2]) -> u32 {
-        let at = match self.free_pairs.pop() {
-            Some(at) => {
-                self.pairs[at as usize] = both;
-                at
-            }
-            None => {
-                self.pairs.push(both);
-                self.pairs.len() as u32 - 1
-            }
-        };
-        CHAIN | PAIR | at
-    }
-
-    /// The pair that a word names, if it names one.
-    fn pair_of(&self, word: u32) -> Option<(u32, [Loc; 2])> {
-        let at = word & !(CHAIN | PAIR);
-        (word & (CHAIN | PAIR) == CHAIN | PAIR).then(|| (at, self.pairs[at as usize]))
-    }
-
     fn each(&self, head: u32) -> impl Iterator<Item = Loc> + '_ {
         let line = |at: u32| self.lines.get(at as usize);
         std::iter::successors(line(head), move |at| line(at.next))
@@ -93,32 +76,80 @@ impl Chains {
 /// A page of one of the configured orders: order and number (first block divided by its size).
 pub(crate) type PageOf = (u32, u32);
 
+/// Whether a word says that exactly one entry maps the page.
+fn is_one(word: u32) -> bool {
+    // (0 wraps round: it is no entry.)
+    word.wrapping_sub(1) < CHAIN - 1
+}
+
+fn pair([first, second]: [Loc; 2]) -> u64 {
+    u64::from(first) | u64::from(second) << 32
+}
+
+fn both(pair: u64) -> [Loc; 2] {
+    [pair as u32, (pair >> 32) as u32]
+}
+
+/// Of two entries the one that stays when the other one goes; `None`: that one is neither.
+fn kept([first, second]: [Loc; 2], loc: Loc) -> Option<Loc> {
+    match loc {
+        loc if loc == second => Some(first),
+        loc if loc == first => Some(second),
+        _ => None,
+    }
+}
+
+/// The words of every page of one order, and the place of each for two entries.
+#[derive(Debug, Default)]
+struct Pages {
+    words: Box<[AtomicU32]>,
+    pairs: Box<[AtomicU64]>,
+}
+
+/// Where it stands who maps a page.
+pub(crate) struct Place<'a> {
+    page: u32,
+    word: &'a AtomicU32,
+    pair: &'a AtomicU64,
+}
+
 /// The words of every page of every configured order.
 #[derive(Debug)]
 pub(crate) struct Reverse {
-    words: [Box<[AtomicU32]>; ORDERS],
+    orders: [Pages; ORDERS],
 }
 
 impl Reverse {
     /// `orders`: a bit for each.
     pub(crate) fn new(num_blocks: u32, orders: u32) -> Result<Self> {
-        let mut words: [Box<[AtomicU32]>; ORDERS] = Default::default();
-        for (order, words) in words.iter_mut().enumerate() {
+        let mut all: [Pages; ORDERS] = Default::default();
+        for (order, pages) in all.iter_mut().enumerate() {
             if orders >> order & 1 != 0 {
-                *words = zeroed_u32(num_blocks.div_ceil(1 << order) as usize)?;
+                let n = num_blocks.div_ceil(1 << order) as usize;
+                pages.words = zeroed_u32(n)?;
+                pages.pairs = zeroed_u64(n)?;
             }
         }
-        Ok(Self { words })
+        Ok(Self { orders: all })
     }
 
     fn load(&self, (order, page): PageOf) -> u32 {
-        self.words[order as usize][page as usize].load(Ordering::Relaxed)
+        self.orders[order as usize].words[page as usize].load(Ordering::Relaxed)
     }
 
     // Relaxed everywhere: a word belongs to one sequence or to the shared lock, and both hand over
-    // by their own locks.
+    // by their own locks; and so does the pair beside it.
     fn store(&self, (order, page): PageOf, word: u32) {
-        self.words[order as usize][page as usize].store(word, Ordering::Relaxed);
+        self.orders[order as usize].words[page as usize].store(word, Ordering::Relaxed);
+    }
+
+    fn load_pair(&self, (order, page): PageOf) -> [Loc; 2] {
+        both(self.orders[order as usize].pairs[page as usize].load(Ordering::Relaxed))
+    }
+
+    fn store_pair(&self, (order, page): PageOf, both: [Loc; 2]) {
+        self.orders[order as usize].pairs[page as usize].store(pair(both), Ordering::Relaxed);
+        self.store((order, page), PAIR);
     }
 
     /// The only mapping of a page that was not mapped.
@@ -127,10 +158,73 @@ impl Reverse {
         self.store(page, loc + 1);
     }
 
-    /// Forgets the only mapping of a private page.
-    pub(crate) fn clear_only(&self, page: PageOf) {
-        debug_assert!(self.load(page) != 0 && self.load(page) & CHAIN == 0);
-        self.store(page, 0);
+    /// The places of pages that follow each other.
+    pub(crate) fn run(&self, order: u32, pages: Range<u32>) -> impl Iterator<Item = Place<'_>> {
+        let Pages { words, pairs } = &self.orders[order as usize];
+        let run = pages.start as usize..pages.end as usize;
+        let places = words[run.clone()].iter().zip(&pairs[run]);
+        let place = |(page, (word, pair))| Place { page, word, pair };
+        pages.zip(places).map(place)
+    }
+
+    /// The places of single blocks.
+    pub(crate) fn each<'a>(&'a self, blocks: &'a [u32]) -> impl Iterator<Item = Place<'a>> {
+        let Pages { words, pairs } = &self.orders[0];
+        blocks.iter().map(|&page| Place {
+            page,
+            word: &words[page as usize],
+            pair: &pairs[page as usize],
+        })
+    }
+
+    /// Forgets the only mappings of private pages.
+    pub(crate) fn clear_all<'a>(&self, places: impl Iterator<Item = Place<'a>>) {
+        for Place { word, .. } in places {
+            debug_assert!(is_one(word.load(Ordering::Relaxed)));
+            word.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// As [`Reverse::add`], of pages of one order, whose entries follow each other.
+    pub(crate) fn add_all<'a>(
+        &self,
+        chains: &mut Chains,
+        order: u32,
+        places: impl Iterator<Item = Place<'a>>,
+        mut loc: Loc,
+    ) {
+        for place in places {
+            let one = place.word.load(Ordering::Relaxed);
+            if is_one(one) {
+                let both = pair([one - 1, loc]);
+                place.pair.store(both, Ordering::Relaxed);
+                place.word.store(PAIR, Ordering::Relaxed);
+            } else {
+                self.add(chains, (order, place.page), loc);
+            }
+            loc = loc.wrapping_add(1);
+        }
+    }
+
+    /// As [`Reverse::remove`], of pages of one order, whose entries follow each other.
+    pub(crate) fn remove_all<'a>(
+        &self,
+        chains: &mut Chains,
+        order: u32,
+        places: impl Iterator<Item = Place<'a>>,
+        mut loc: Loc,
+    ) {
+        for place in places {
+            let kept = match place.word.load(Ordering::Relaxed) {
+                PAIR => kept(both(place.pair.load(Ordering::Relaxed)), loc),
+                _ => None,
+            };
+            match kept {
+                Some(kept) => place.word.store(kept + 1, Ordering::Relaxed),
+                None => self.remove(chains, (order, place.page), loc),
+            }
+            loc = loc.wrapping_add(1);
+        }
     }
 
     pub(crate) fn add(&self, chains: &mut Chains, page: PageOf, loc: Loc) {
@@ -138,11 +232,11 @@ impl Reverse {
         if word == 0 {
             return self.store(page, loc + 1);
         }
-        if word & CHAIN == 0 {
-            return self.store(page, chains.pair([word - 1, loc]));
+        if is_one(word) {
+            return self.store_pair(page, [word - 1, loc]);
         }
-        if let Some((at, [first, second])) = chains.pair_of(word) {
-            chains.free_pairs.push(at);
+        if word == PAIR {
+            let [first, second] = self.load_pair(page);
             let head = chains.allocate(first, NONE);
             let line = &mut chains.lines[head as usize];
             line.locs[1..3].copy_from_slice(&[second, loc]);
@@ -166,13 +260,9 @@ impl Reverse {
             assert_eq!(word, loc + 1, "page {page:?} is not mapped by {loc}");
             return self.store(page, 0);
         }
-        if let Some((at, both)) = chains.pair_of(word) {
-            let kept = both
-                .iter()
-                .position(|&other| other == loc)
-                .map(|i| both[1 - i]);
+        if word == PAIR {
+            let kept = kept(self.load_pair(page), loc);
             let kept = kept.unwrap_or_else(|| panic!("page {page:?} is not mapped by {loc}"));
-            chains.free_pairs.push(at);
             return self.store(page, kept + 1);
         }
         let head = word & !CHAIN;
@@ -211,11 +301,9 @@ impl Reverse {
     pub(crate) fn entries(&self, chains: &Chains, page: PageOf, out: &mut Vec<Loc>) {
         match self.load(page) {
             0 => {}
-            word if word & CHAIN == 0 => out.push(word - 1),
-            word => match chains.pair_of(word) {
-                Some((_, both)) => out.extend(both),
-                None => out.extend(chains.each(word & !CHAIN)),
-            },
+            PAIR => out.extend(self.load_pair(page)),
+            word if is_one(word) => out.push(word - 1),
+            word => out.extend(chains.each(word & !CHAIN)),
         }
     }
 
@@ -223,11 +311,9 @@ impl Reverse {
     pub(crate) fn first(&self, chains: &Chains, page: PageOf) -> Option<Loc> {
         match self.load(page) {
             0 => None,
-            word if word & CHAIN == 0 => Some(word - 1),
-            word => match chains.pair_of(word) {
-                Some((_, both)) => Some(both[0]),
-                None => chains.each(word & !CHAIN).next(),
-            },
+            PAIR => Some(self.load_pair(page)[0]),
+            word if is_one(word) => Some(word - 1),
+            word => chains.each(word & !CHAIN).next(),
         }
     }
 
@@ -235,14 +321,17 @@ impl Reverse {
     pub(crate) fn pages_of(&self, block: u32) -> impl Iterator<Item = PageOf> + '_ {
         let orders = (0..ORDERS as u32).rev();
         orders
-            .filter(|&order| !self.words[order as usize].is_empty())
+            .filter(|&order| !self.orders[order as usize].words.is_empty())
             .map(move |order| (order, block >> order))
     }
 
     /// All mappings of the block `old` by itself are now mappings of `new`, which had none.
     pub(crate) fn transfer(&self, old: u32, new: u32) {
         debug_assert_eq!(self.load((0, new)), 0);
-        self.store((0, new), self.load((0, old)));
+        match self.load((0, old)) {
+            PAIR => self.store_pair((0, new), self.load_pair((0, old))),
+            word => self.store((0, new), word),
+        }
         self.store((0, old), 0);
     }
 }
@@ -277,6 +366,31 @@ mod tests {
                     prop_assert_eq!(&seen, &*held);
                 }
             }
+            // The same for many at once: other entries come to every page and go.
+            for loc in [100, 200, 300] {
+                let run = reverse.run(2, 0..3);
+                reverse.add_all(&mut chains, 2, run, loc);
+                reverse.add_all(&mut chains, 0, reverse.each(&[4, 1, 7]), loc + 50);
+            }
+            let extended = |held: &[u32], one: u32| {
+                let mut all = [held, &[100 + one, 200 + one, 300 + one]].concat();
+                all.sort();
+                all
+            };
+            for (page, more) in pages.iter().zip([51, 1]) {
+                let mut seen = Vec::new();
+                reverse.entries(&chains, *page, &mut seen);
+                seen.sort();
+                prop_assert_eq!(seen, extended(&model[usize::from(page.0 == 2)], more));
+            }
+            for loc in [300, 100, 200] {
+                reverse.remove_all(&mut chains, 2, reverse.run(2, 0..3), loc);
+                reverse.remove_all(&mut chains, 0, reverse.each(&[4, 1, 7]), loc + 50);
+            }
+            prop_assert!([(2, 0), (2, 2), (0, 4), (0, 7)].iter().all(|&page| !reverse.is_mapped(page)));
+            reverse.add(&mut chains, (0, 7), 5);
+            reverse.clear_all(reverse.each(&[7]));
+            prop_assert!(!reverse.is_mapped((0, 7)));
             let mut seen = Vec::new();
             reverse.transfer(1, 9);
             reverse.entries(&chains, (0, 9), &mut seen);

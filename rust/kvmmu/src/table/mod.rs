@@ -46,7 +46,7 @@ use crate::sync::{AtomicU64, Mutex, Ordering, lock, zeroed_u64};
 pub use lives::Lives;
 pub(crate) use pte::NODE_BITS;
 pub use pte::Pte;
-pub(crate) use walk::{Leaf, Page, Stretch};
+pub(crate) use walk::{Blocks, Leaf, Page, Piece, Pieces};
 
 const ROOT: u32 = 0;
 /// In the word of a node: its place in the tree, and its generation above that.
@@ -398,6 +398,85 @@ mod tests {
         assert_eq!(table.nodes_in_use(), before);
         table.reserve(7, space, 512, 1024, false).unwrap();
         assert!(matches!(table.open(8), Err(Error::OutOfTables { .. })));
+    }
+
+    /// What `pieces` says, a page at a time.
+    fn pages_of(table: &Table, space: Space, from: u32, to: u32) -> Vec<Page> {
+        let mut pieces = Pieces::default();
+        table.pieces(space, from, to, &mut pieces);
+        let mut pages = Vec::new();
+        for Piece { page, blocks } in pieces.iter() {
+            let size = 1 << page.order;
+            let at = |i: u32, block: u32| Page {
+                index: page.index + i * size,
+                block,
+                loc: page.loc + i,
+                ..page
+            };
+            match blocks {
+                Blocks::Run(n) => pages.extend((0..n / size).map(|i| at(i, page.block + i * size))),
+                Blocks::Each(blocks) => pages.extend((0..).zip(blocks).map(|(i, &b)| at(i, b))),
+            }
+        }
+        pages
+    }
+
+    #[test]
+    fn pieces_are_the_pages_in_runs_and_lists() {
+        let table = Table::<512>::new(16).unwrap();
+        let space = table.open(5).unwrap();
+        let space = table.shift(5, space, 500);
+        table.reserve(5, space, 0, 3000, true).unwrap();
+        // Runs that end in a group and with one, lists, pages of several orders among them.
+        let mut at = 0;
+        let lengths = [3, 9, 1, 1, 60, 64, 128, 5, 200, 1, 1, 1, 512 - 486 + 500];
+        for (turn, n) in lengths.into_iter().enumerate() {
+            let first = 10_000 + 700 * (turn as u32 * 7 % 13);
+            map(&table, space, at, &(first..first + n).collect::<Vec<_>>());
+            at += n;
+        }
+        assert!((space.virtual_of(at)).is_multiple_of(4));
+        table.map(space, at, 40, 2);
+        map(&table, space, at + 4, &[77, 3, 4, 5]);
+        table.map(space, at + 8, 80, 2);
+        at += 12;
+        let next = space.logical_of(space.virtual_of(at).next_multiple_of(512));
+        map(
+            &table,
+            space,
+            at,
+            &(0..next - at).map(|i| i * 2).collect::<Vec<_>>(),
+        );
+        table.map(space, next, 1024, 9);
+        map(&table, space, next + 512, &[9, 8, 7]);
+        at = next + 515;
+        for (from, to) in [(0, at), (0, 1), (13, 14), (70, 700), (at - 520, at)] {
+            let expected: Vec<_> = table.pages(space, from, to).collect();
+            assert_eq!(pages_of(&table, space, from, to), expected, "{from}..{to}");
+        }
+        assert!(pages_of(&table, space, 7, 7).is_empty());
+    }
+
+    #[test]
+    fn a_space_maps_what_another_maps() {
+        let table = Table::<512>::new(16).unwrap();
+        let [one, other] = [1, 2].map(|slot| table.shift(slot, table.open(slot).unwrap(), 510));
+        let blocks: Vec<u32> = (0..1500).map(|i| i * 3 % 1024 + i / 600).collect();
+        // Nodes of the two in turn, so that those of neither follow each other.
+        for to in [1, 400, 900, 1500] {
+            for (slot, space) in [(1, one), (2, other)] {
+                table.reserve(slot, space, 0, to, true).unwrap();
+            }
+        }
+        map(&table, one, 0, &(7..607).collect::<Vec<_>>());
+        map(&table, one, 600, &blocks[600..]);
+        let mut pieces = Pieces::default();
+        table.pieces(one, 0, 1500, &mut pieces);
+        for piece in pieces.iter() {
+            let loc = table.map_as(other, piece);
+            assert_eq!(table.whose(loc), (2, other.virtual_of(piece.page.index)));
+        }
+        assert_eq!(table.blocks(other, 0, 1500), table.blocks(one, 0, 1500));
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //! above entries that are complete. Splitting and promoting change the size of pages, never the
 //! block of an entry.
 
-use super::{Loc, Pte, Space, Stretch, Table};
-use crate::sync::Ordering;
+use super::{Blocks, Loc, Piece, Pte, Space, Table};
+use crate::sync::{AtomicU64, Ordering};
 
 impl<const FANOUT: u32> Table<FANOUT> {
     /// Maps a page at a logical block where nothing is mapped; [`Table::reserve`] made room. Returns
@@ -32,17 +32,24 @@ impl<const FANOUT: u32> Table<FANOUT> {
 
     /// Maps what another space of the same offset maps, as it does; returns where the first entry
     /// stands.
-    pub(crate) fn map_as(&self, space: Space, stretch: Stretch) -> Loc {
-        let Stretch { page, n } = stretch;
+    pub(crate) fn map_as(&self, space: Space, piece: Piece<'_>) -> Loc {
+        let Piece { page, blocks } = piece;
         if page.order > 0 {
             return self.map(space, page.index, page.block, page.order);
         }
         let at = space.virtual_of(page.index);
         let first = Self::loc(self.load(space.node, at / FANOUT).node(), at % FANOUT);
-        let entries = &self.entries[first as usize..(first + n) as usize];
-        for (entry, block) in entries.iter().zip(page.block..) {
-            // Release: as in `store`.
-            entry.store(Pte::leaf(block, 0).0, Ordering::Release);
+        let entries = &self.entries[first as usize..];
+        // Release, both: as in `store`.
+        let store = |(entry, block): (&AtomicU64, u32)| {
+            entry.store(Pte::leaf(block, 0).0, Ordering::Release)
+        };
+        match blocks {
+            Blocks::Run(n) => entries
+                .iter()
+                .zip(page.block..page.block + n)
+                .for_each(store),
+            Blocks::Each(blocks) => entries.iter().zip(blocks.iter().copied()).for_each(store),
         }
         first
     }

@@ -41,6 +41,11 @@ impl Pte {
         Pte(PRESENT | LEAF | (u64::from(order) << ORDER_SHIFT) | (u64::from(block) << BLOCK_SHIFT))
     }
 
+    /// Of a leaf: the same for the block behind it.
+    pub(super) fn next(self) -> Self {
+        Pte(self.0.wrapping_add(1 << BLOCK_SHIFT))
+    }
+
     /// Maps the page of `2^order` blocks that starts at `block`; `node` is kept for a split.
     pub(super) fn huge(block: u32, order: u32, node: u32) -> Self {
         debug_assert!(block.is_multiple_of(1 << order));

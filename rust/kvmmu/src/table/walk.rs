@@ -28,27 +28,99 @@ impl Page {
     }
 }
 
-/// Consecutive single blocks of a sequence that are consecutive physically and in the table as well;
-/// or one larger page.
+/// A part of a sequence whose entries follow each other: one larger page, or single blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stretch {
+pub(crate) struct Piece<'a> {
     /// The first page.
     pub(crate) page: Page,
-    /// Pages.
-    pub(crate) n: u32,
+    /// Where its blocks lie.
+    pub(crate) blocks: Blocks<'a>,
 }
 
-impl Stretch {
-    /// Its physical blocks.
-    pub(crate) fn blocks(self) -> Range<u32> {
-        self.page.block..self.page.block + (self.n << self.page.order)
+impl Piece<'_> {
+    /// Numbers of its pages, if its blocks are consecutive.
+    pub(crate) fn numbers(&self) -> Range<u32> {
+        let first = self.page.number();
+        match self.blocks {
+            Blocks::Run(n) => first..first + (n >> self.page.order),
+            Blocks::Each(_) => first..first,
+        }
+    }
+}
+
+/// The physical blocks of a [`Piece`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Blocks<'a> {
+    /// They are consecutive: from the first one on.
+    Run(u32),
+    /// They lie anywhere.
+    Each(&'a [u32]),
+}
+
+/// What maps a range of a sequence, in order. (A buffer, to be used again.)
+#[derive(Debug, Default)]
+pub(crate) struct Pieces {
+    pieces: Vec<Part>,
+    blocks: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Part {
+    page: Page,
+    /// Blocks.
+    n: u32,
+    /// Where they begin among those of all pieces; none: they are consecutive.
+    at: Option<u32>,
+}
+
+impl Pieces {
+    /// Each piece, from either end.
+    pub(crate) fn iter(&self) -> impl DoubleEndedIterator<Item = Piece<'_>> {
+        self.pieces.iter().map(|&Part { page, n, at }| {
+            let blocks = match at {
+                None => Blocks::Run(n),
+                Some(at) => Blocks::Each(&self.blocks[at as usize..(at + n) as usize]),
+            };
+            Piece { page, blocks }
+        })
     }
 
-    /// Number of each page, and where its entry stands.
-    pub(crate) fn entries(self) -> impl DoubleEndedIterator<Item = (u32, Loc)> {
-        let Page { loc, .. } = self.page;
-        let number = self.page.number();
-        (0..self.n).map(move |i| (number + i, loc + i))
+    /// Forgets all of them and keeps the memory.
+    pub(crate) fn clear(&mut self) {
+        self.pieces.clear();
+        self.blocks.clear();
+    }
+
+    fn page(&mut self, page: Page, n: u32) {
+        self.pieces.push(Part { page, n, at: None });
+    }
+
+    /// The last `n` blocks are single blocks anywhere, in the table whose entries begin at `table`;
+    /// with those that came before in it.
+    fn list(&mut self, page: Page, n: u32, table: Loc) {
+        match self.pieces.last_mut() {
+            Some(last) if last.at.is_some() && page.loc > table => last.n += n,
+            _ => {
+                let at = Some(self.blocks.len() as u32 - n);
+                self.pieces.push(Part { page, n, at });
+            }
+        }
+    }
+
+    /// Single blocks that are consecutive, in the table whose entries begin at `table`; with those
+    /// that came before in it, if they follow them.
+    fn run(&mut self, page: Page, n: u32, table: Loc) {
+        if page.loc > table
+            && let Some(last) = self.pieces.last_mut()
+            && last.at.is_none()
+            && last.page.order == 0
+            && last.page.block + last.n == page.block
+            && last.page.loc + last.n == page.loc
+        {
+            last.n += n;
+            return;
+        }
+        self.page(page, n);
     }
 }
 
@@ -116,16 +188,12 @@ impl<const FANOUT: u32> Table<FANOUT> {
         })
     }
 
-    /// The same, single blocks as many at once as there can be. (Calls back: an iterator over
-    /// these is several times slower, as each passes through memory.)
-    #[inline(always)]
-    pub(crate) fn each_stretch(
-        &self,
-        space: Space,
-        from: u32,
-        to: u32,
-        mut visit: impl FnMut(Stretch),
-    ) {
+    /// What maps `from..to`, all mapped, appended to `pieces`: single blocks as many at once as there
+    /// can be. Entries are looked at in groups, and what is not a run as a whole is a list: a branch
+    /// at each border between runs would cost more where blocks lie scattered than it saves.
+    pub(crate) fn pieces(&self, space: Space, from: u32, to: u32, pieces: &mut Pieces) {
+        /// Entries that are looked at together.
+        const GROUP: u32 = 64;
         let mut at = from;
         while at < to {
             let inside = space.virtual_of(at) % FANOUT;
@@ -133,38 +201,61 @@ impl<const FANOUT: u32> Table<FANOUT> {
             if upper.is_leaf() {
                 let page = self.page(space, at);
                 at = page.index + FANOUT;
-                visit(Stretch { page, n: 1 });
+                pieces.page(page, FANOUT);
                 continue;
             }
             let end = at + (FANOUT - inside).min(to - at);
             let table = Self::loc(upper.node(), 0);
             while at < end {
                 let loc = table + space.virtual_of(at) % FANOUT;
+                let n = (GROUP - loc % GROUP).min(end - at);
+                let entries = &self.entries[loc as usize..(loc + n) as usize];
                 // Acquire, here and below: as in `load`.
-                let pte = Pte(self.entry(loc).load(Ordering::Acquire));
-                if pte.order() > 0 {
-                    let page = self.page(space, at);
-                    at = page.index + (1 << page.order);
-                    visit(Stretch { page, n: 1 });
-                    continue;
-                }
-                let block = pte.block();
-                let behind = &self.entries[loc as usize + 1..(loc + end - at) as usize];
-                let mut n = 1;
-                for entry in behind {
-                    if entry.load(Ordering::Acquire) != Pte::leaf(block + n, 0).0 {
-                        break;
-                    }
-                    n += 1;
-                }
+                let load = |entry: &AtomicU64| Pte(entry.load(Ordering::Acquire));
+                let first = load(&entries[0]).block();
                 let page = Page {
                     index: at,
-                    block,
+                    block: first,
                     order: 0,
                     loc,
                 };
+                // Nearly all that is no run shows it at its end.
+                let last = load(&entries[entries.len() - 1]);
+                if last == Pte::leaf(first.wrapping_add(n - 1), 0) {
+                    let (mut differ, mut expected) = (0, Pte::leaf(first, 0));
+                    for entry in entries {
+                        differ |= load(entry).0 ^ expected.0;
+                        expected = expected.next();
+                    }
+                    if differ == 0 {
+                        pieces.run(page, n, table);
+                        at += n;
+                        continue;
+                    }
+                }
+                let mut orders = 0;
+                let blocks = entries.iter().map(|entry| {
+                    let pte = load(entry);
+                    orders |= pte.order();
+                    pte.block()
+                });
+                let start = pieces.blocks.len();
+                pieces.blocks.extend(blocks);
+                if orders != 0 {
+                    pieces.blocks.truncate(start);
+                    let behind = at + n;
+                    while at < behind {
+                        let page = self.page(space, at);
+                        at = page.index + (1 << page.order);
+                        match page.order {
+                            0 => pieces.run(page, 1, table),
+                            order => pieces.page(page, 1 << order),
+                        }
+                    }
+                    continue;
+                }
+                pieces.list(page, n, table);
                 at += n;
-                visit(Stretch { page, n });
             }
         }
     }
