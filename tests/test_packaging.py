@@ -24,8 +24,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "kvmmu"
-EXTRAS = {"cli", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example"}
-CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python"}
+EXTRAS = {"cli", "metrics", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example"}
+CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python", "kvmmu-record"}
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 
 
@@ -71,7 +71,7 @@ def expected_wheel_names() -> set[str]:
     modules = {
         f"kvmmu/{path.relative_to(PACKAGE).as_posix()}"
         for path in PACKAGE.rglob("*")
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi") or path.name in ("py.typed", "alerts.yml")
     }
     info = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     return (

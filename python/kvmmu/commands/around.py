@@ -1,6 +1,6 @@
 """What every command has around its work.
 
-What lives here: exit codes, messages, files that must be writable before a run, Ctrl-C. What never
+What lives here: exit codes, messages, files and ports that must be there before a run, Ctrl-C. What never
 lives here: a command.
 """
 
@@ -15,13 +15,16 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 import typer
 
 from ..errors import InternalError, InvalidConfig, KVCacheError, MissingExtra
 from ..replay import traces
+
+if TYPE_CHECKING:
+    from ..metrics import Collector
 
 __all__ = [
     "BAD_INPUT",
@@ -31,6 +34,7 @@ __all__ = [
     "check_writable",
     "complain",
     "exit_codes",
+    "serve_metrics",
     "show",
     "stop_on_ctrl_c",
     "write_json",
@@ -101,6 +105,31 @@ def write_json(file: str, figures: dict[str, Any]) -> None:
         Path(file).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidConfig(f"--json: {file} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def serve_metrics(port: int | None) -> Iterator[Collector | None]:
+    """Serves metrics on a port while a command runs, if one was asked for: ``--metrics-port``.
+
+    Raises:
+        InvalidConfig: the port is taken or not allowed, before anything runs.
+        MissingExtra: prometheus-client is not installed.
+    """
+    if port is None:
+        yield None
+        return
+    from .. import metrics  # says which extra is missing, if it is
+
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    try:
+        server = metrics.serve(port, registry)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"--metrics-port: {error}") from None
+    with server:
+        complain(f"metrics: {server.url}")
+        yield metrics.Collector(registry)
 
 
 @contextmanager

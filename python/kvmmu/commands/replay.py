@@ -30,6 +30,7 @@ from .around import (
     check_writable,
     complain,
     exit_codes,
+    serve_metrics,
     show,
     stop_on_ctrl_c,
     write_json,
@@ -135,6 +136,14 @@ def replay(
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the figures.", show_default=False),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Serve metrics for Prometheus on this port of 127.0.0.1 (0: one that is free).",
+            show_default=False,
+        ),
+    ] = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave bad lines of a trace out, count them.")
     ] = False,
@@ -176,13 +185,19 @@ def replay(
         if json_file is not None:
             check_writable(json_file)
         requests = _requests(trace, sample, seed, rate, minutes, limit, skip_bad_lines)
-        with stop_on_ctrl_c() as stopped, _progress(quiet, len(requests)) as advance:
+        with (
+            serve_metrics(metrics_port) as collector,
+            stop_on_ctrl_c() as stopped,
+            _progress(quiet, len(requests)) as advance,
+        ):
 
             def watch(totals: Totals) -> bool:
                 advance(totals)
                 return stopped()
 
-            figures = run_replay(requests, options, watch=watch, say=complain)
+            figures = run_replay(
+                requests, options, watch=watch, say=complain, collector=collector
+            )
         if json_file is not None:
             write_json(json_file, figures)
         if not quiet:

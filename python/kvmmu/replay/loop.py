@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OutOfBlocks, OutOfTables
+from ..errors import Fragmented, OutOfBlocks, OutOfTables
 from .contents import contents
 from .machine import Machine
 from .metrics import Totals
@@ -45,6 +45,8 @@ class _Waiting:
 
     request: int
     known: int
+    since: float
+    """Simulated seconds."""
     reopened: bool = False
     tokens: npt.NDArray[np.int32] | None = None
 
@@ -80,6 +82,7 @@ class Serving:
         self._tick = 0
         self._waiting: deque[_Waiting] = deque()
         self._head_must_wait = False
+        self._held_up_by: str | None = None
         self._running = Running(machine.block_table.shape[0])
         self._seen: SeenRows | None = None
         if self._policy.compacts():
@@ -111,7 +114,8 @@ class Serving:
             if reason is not None:
                 self._totals.refuse(request, reason)
                 continue
-            self._waiting.append(_Waiting(request, int(self._trace.prompt_tokens[request])))
+            known = int(self._trace.prompt_tokens[request])
+            self._waiting.append(_Waiting(request, known, now))
 
     def _skip_idle_time(self) -> None:
         """Nothing runs and nothing waits: on to the step at which the next request has arrived."""
@@ -120,10 +124,18 @@ class Serving:
             self._tick = max(self._tick + 1, math.ceil(arrival / self._options.step_s))
 
     def _admit(self) -> None:
-        while self._waiting and not self._head_must_wait and self._policy.has_room(self._running):
+        while self._waiting and not self._head_must_wait:
+            if not self._policy.has_room(self._running):
+                self._held_up_by = "batch"
+                return
             if not self._open(self._waiting[0]):
                 return
-            self._waiting.popleft()
+            since = self._waiting.popleft().since
+            # Who stands behind the head waits for what the head waits for.
+            if self._held_up_by is not None:
+                self._totals.wait(self._held_up_by, self._tick * self._options.step_s - since)
+        if not self._waiting:
+            self._held_up_by = None
 
     def _open(self, waiting: _Waiting) -> bool:
         """Opens the head of the queue, or refuses it for good; False: it has to wait."""
@@ -133,13 +145,13 @@ class Serving:
             waiting.tokens = self._tokens.request(request)[:positions]
         known = waiting.tokens[: waiting.known]
         if not self._may_claim(known):
-            self._head_must_wait = True
+            self._head_must_wait, self._held_up_by = True, "memory"
             return False
         try:
             sequence = self._mmu.open(known)
         except (OutOfBlocks, OutOfTables) as error:
             if self._running.n:
-                self._head_must_wait = True
+                self._head_must_wait, self._held_up_by = True, _cause(error)
                 return False
             self._totals.refuse(request, str(error))
             return True
@@ -321,10 +333,15 @@ class Serving:
         if alone:
             totals.refuse(request, "out of blocks although nothing else runs")
             return
-        totals.preempted += 1
+        totals.preempt()
         # Past its prompt it had generated one token more than it had written.
         self._waiting.appendleft(
-            _Waiting(request, position + 1 if position >= known else known, reopened=True)
+            _Waiting(
+                request,
+                position + 1 if position >= known else known,
+                self._tick * self._options.step_s,
+                reopened=True,
+            )
         )
 
     # -- figures ---------------------------------------------------------------------------
@@ -337,3 +354,10 @@ class Serving:
             totals.runs_sum += measure.runs_per_sequence
             totals.runs_steps += 1
         totals.add_pages(measure)
+
+
+def _cause(error: OutOfBlocks | OutOfTables) -> str:
+    """Of a wait, as :mod:`kvmmu.metrics` names it."""
+    if isinstance(error, Fragmented):
+        return "shape"
+    return "tables" if isinstance(error, OutOfTables) else "memory"

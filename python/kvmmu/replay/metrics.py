@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from .._core import MMU, BlockTables, Measure, Quote
 from ..compaction import compact
 from ..movers import SupportsMove
 from .faults import FaultyMover, InjectedFault
+
+if TYPE_CHECKING:
+    from ..metrics import Watched
 
 __all__ = ["TimedMMU", "Totals"]
 
@@ -43,6 +46,11 @@ class TimedMMU:
         self._lap_from = 0
         self.laps = array("q")
         """Nanoseconds inside kvmmu, one entry a step."""
+
+    @property
+    def core(self) -> MMU:
+        """The MMU itself, whose calls take no time here."""
+        return self._mmu
 
     def lap(self) -> None:
         self.laps.append(self.total_ns - self._lap_from)
@@ -207,6 +215,19 @@ class Totals:
     verified_tokens: int = 0
     mismatches: int = 0
     interrupted: bool = False
+    engine: Watched | None = None
+    """Who is told of waits and preemptions as they happen."""
+
+    def preempt(self) -> None:
+        """Counts a running request that was thrown out."""
+        self.preempted += 1
+        if self.engine is not None:
+            self.engine.preempted()
+
+    def wait(self, cause: str, seconds: float) -> None:
+        """A request was admitted after so many simulated seconds in the queue."""
+        if self.engine is not None:
+            self.engine.waited(cause, seconds)
 
     def add_pages(self, measure: Measure) -> None:
         """Adds what open sequences map at the end of a step."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .alone import Alone
 from .loop import Serving
@@ -18,6 +18,9 @@ from .report import figures
 from .traces import Trace
 from .verify import Verifier
 
+if TYPE_CHECKING:
+    from ..metrics import Collector
+
 __all__ = ["replay"]
 
 
@@ -27,6 +30,7 @@ def replay(
     *,
     watch: Callable[[Totals], bool] = lambda totals: False,
     say: Callable[[str], None] = lambda sentence: None,
+    collector: Collector | None = None,
 ) -> dict[str, Any]:
     """Runs a trace.
 
@@ -35,6 +39,8 @@ def replay(
         options: how.
         watch: called every few steps; returns True to stop early.
         say: told of the first mismatches.
+        collector: of metrics: watches the manager as ``"replay"`` while it runs. Waits are told in
+            simulated seconds.
 
     Returns:
         the figures of :mod:`.report`.
@@ -56,5 +62,12 @@ def replay(
     machine = Machine(options, rows=rows, longest=longest, slots=slots)
     verifier = Verifier(machine, totals, options.seed, say) if options.verify else None
     kind = Alone if options.one_at_a_time else Serving
-    kind(trace, options, machine, totals, verifier, watch).run()
+    if collector is not None:
+        block_bytes = machine.contents[0].nbytes + machine.owners[0].nbytes
+        totals.engine = collector.add(machine.mmu.core, "replay", block_bytes=block_bytes)
+    try:
+        kind(trace, options, machine, totals, verifier, watch).run()
+    finally:
+        if collector is not None:
+            collector.remove("replay")
     return figures(trace, options, totals, machine.mmu, perf_counter() - start)

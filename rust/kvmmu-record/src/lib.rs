@@ -57,7 +57,7 @@ pub struct Body<'a> {
 
 impl Body<'_> {
     /// A number, as LEB128.
-    pub fn number(self, mut value: u64) -> Self {
+    pub fn number(&mut self, mut value: u64) -> &mut Self {
         while value >= 0x80 {
             self.bytes.push(value as u8 | 0x80);
             value >>= 7;
@@ -67,41 +67,42 @@ impl Body<'_> {
     }
 
     /// Yes or no.
-    pub fn flag(self, value: bool) -> Self {
+    pub fn flag(&mut self, value: bool) -> &mut Self {
         self.number(value.into())
     }
 
     /// A number that may be missing: 0, or one more than it.
-    pub fn optional(self, value: Option<u64>) -> Self {
+    pub fn optional(&mut self, value: Option<u64>) -> &mut Self {
         self.number(value.map_or(0, |value| value + 1))
     }
 
     /// Bytes behind their number.
-    pub fn bytes(self, value: &[u8]) -> Self {
+    pub fn bytes(&mut self, value: &[u8]) -> &mut Self {
         let this = self.number(value.len() as u64);
         this.bytes.extend_from_slice(value);
         this
     }
 
     /// A float, as its eight bytes.
-    pub fn float(self, value: f64) -> Self {
+    pub fn float(&mut self, value: f64) -> &mut Self {
         self.bytes.extend_from_slice(&value.to_le_bytes());
         self
     }
 
     /// Numbers of 32 bits behind their count: all lowest bytes, then all second ones, and so on.
     /// (Tokens are small numbers: planes of equal bytes compress best and fastest.)
-    pub fn words(self, values: &[i32]) -> Self {
+    pub fn words(&mut self, values: &[i32]) -> &mut Self {
         let this = self.number(values.len() as u64);
         for plane in 0..4 {
             let shift = 8 * plane;
-            this.bytes.extend(values.iter().map(|&value| (value >> shift) as u8));
+            this.bytes
+                .extend(values.iter().map(|&value| (value >> shift) as u8));
         }
         this
     }
 
     /// As [`Body::words`], or none: the count is one more.
-    pub fn optional_words(self, values: Option<&[i32]>) -> Self {
+    pub fn optional_words(&mut self, values: Option<&[i32]>) -> &mut Self {
         match values {
             None => self.number(0),
             Some(values) => self.number(1).words(values),
@@ -109,15 +110,16 @@ impl Body<'_> {
     }
 
     /// Numbers of 64 bits behind their count.
-    pub fn longs(self, values: &[i64]) -> Self {
+    pub fn longs(&mut self, values: &[i64]) -> &mut Self {
         let this = self.number(values.len() as u64);
-        this.bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        this.bytes
+            .extend(values.iter().flat_map(|value| value.to_le_bytes()));
         this
     }
 
     /// Sequences of a batch: 0 when they are those of the batch before, as they nearly always are;
     /// else 1 and [`Body::longs`].
-    pub fn batch(self, ids: &[i64]) -> Self {
+    pub fn batch(&mut self, ids: &[i64]) -> &mut Self {
         if ids == self.last_ids.as_slice() && !ids.is_empty() {
             return self.number(0);
         }
@@ -245,7 +247,7 @@ impl Recording {
     }
 
     /// Records a call and returns its number, counted from 0.
-    pub fn call(&self, operation: u8, encode: impl FnOnce(Body<'_>) -> Body<'_>) -> u64 {
+    pub fn call(&self, operation: u8, encode: impl FnOnce(&mut Body<'_>)) -> u64 {
         let mut state = self.shared.state();
         let number = state.calls;
         state.calls += 1;
@@ -254,7 +256,7 @@ impl Recording {
     }
 
     /// Records what came of a call.
-    pub fn outcome(&self, encode: impl FnOnce(Body<'_>) -> Body<'_>) {
+    pub fn outcome(&self, encode: impl FnOnce(&mut Body<'_>)) {
         self.append(self.shared.state(), 0, encode);
     }
 
@@ -262,7 +264,7 @@ impl Recording {
         &self,
         mut state: MutexGuard<'_, State>,
         operation: u8,
-        encode: impl FnOnce(Body<'_>) -> Body<'_>,
+        encode: impl FnOnce(&mut Body<'_>),
     ) {
         if state.failed.is_some() {
             return;
@@ -274,7 +276,7 @@ impl Recording {
             ..
         } = &mut *state;
         scratch.clear();
-        encode(Body {
+        encode(&mut Body {
             bytes: scratch,
             last_ids,
         });
@@ -364,9 +366,8 @@ fn create_new(path: &Path) -> io::Result<(PathBuf, File)> {
 fn write_frames(shared: &Shared, mut file: File) {
     loop {
         let (frame, last) = {
-            let idle = |state: &mut State| {
-                state.full.is_empty() && !state.ending && !state.flushing
-            };
+            let idle =
+                |state: &mut State| state.full.is_empty() && !state.ending && !state.flushing;
             let state = shared.state();
             let waited = shared.work.wait_timeout_while(state, OPEN_FOR, idle);
             let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -479,7 +480,7 @@ mod tests {
                 .optional(None)
                 .words(&[1, 0x0203, -1])
                 .batch(&[7, 8])
-                .batch(&[7, 8])
+                .batch(&[7, 8]);
         });
         assert_eq!(number, 0);
         recording.flush();
@@ -489,7 +490,7 @@ mod tests {
         let record = [&[5, expected.len() as u8][..], &expected].concat();
         assert_eq!(records(&path), record);
         assert_eq!(recording.size(), fs::metadata(&path).unwrap().len());
-        assert_eq!(recording.call(6, |body| body), 1);
+        assert_eq!(recording.call(6, |_| ()), 1);
         drop(recording);
         assert_eq!(records(&path), [&record[..], &[6, 0]].concat());
     }
@@ -504,7 +505,9 @@ mod tests {
                 let recording = &recording;
                 scope.spawn(move || {
                     for _ in 0..20_000 {
-                        recording.call(number, |body| body.bytes(&[number; 100]));
+                        recording.call(number, |body| {
+                            body.bytes(&[number; 100]);
+                        });
                     }
                 });
             }
@@ -524,7 +527,9 @@ mod tests {
     fn an_earlier_recording_is_never_overwritten() {
         let folder = Folder::new("names");
         let path = folder.0.join("flight");
-        let recordings: Vec<_> = (0..3).map(|_| Recording::create(&path, "{}").unwrap()).collect();
+        let recordings: Vec<_> = (0..3)
+            .map(|_| Recording::create(&path, "{}").unwrap())
+            .collect();
         let names: Vec<_> = (recordings.iter())
             .map(|recording| recording.path().file_name().unwrap().to_owned())
             .collect();
@@ -548,7 +553,10 @@ mod tests {
         let thread = Some(thread::spawn(move || write_frames(&for_thread, file)));
         let recording = Recording { shared, thread };
         for _ in 0..100_000 {
-            recording.call(1, |body| body.bytes(&[0; 1000])); // 100 MB: it would wait for room
+            // 100 MB: it would wait for room.
+            recording.call(1, |body| {
+                body.bytes(&[0; 1000]);
+            });
         }
         recording.flush();
         assert!(recording.new_failure().is_some());

@@ -197,7 +197,10 @@ mod tests {
         let last = log.since(5).unwrap();
         assert_eq!((last.first, last.lost, blocks(&last)), (5, 0, vec![5]));
         let none = log.since(6).unwrap();
-        assert_eq!((none.first, none.lost, none.next, none.events.len()), (6, 0, 6, 0));
+        assert_eq!(
+            (none.first, none.lost, none.next, none.events.len()),
+            (6, 0, 6, 0)
+        );
         assert!(log.since(7).is_err());
     }
 
