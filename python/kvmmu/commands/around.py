@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 import typer
 
-from ..errors import InternalError, InvalidConfig, KVCacheError, MissingExtra
+from ..errors import InternalError, InvalidConfig, InvalidRecording, KVCacheError, MissingExtra
 from ..replay import traces
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def exit_codes() -> Iterator[None]:
     """Errors that are somebody's input become a sentence and exit code 2."""
     try:
         yield
-    except (traces.TraceError, InvalidConfig, MissingExtra) as error:
+    except (traces.TraceError, InvalidConfig, InvalidRecording, MissingExtra) as error:
         complain(str(error))
         raise typer.Exit(BAD_INPUT) from None
     except InternalError as error:
