@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,7 @@ def published(mmu: MMU) -> dict[int, tuple[int, Content]]:
     return router.blocks
 
 
-class Events_(RuleBasedStateMachine):
+class RouterMachine(RuleBasedStateMachine):
     """Prompts that share prefixes in a pool that is too small, forks, moves, evictions. One router
     reads after every call; one reads seldom, and begins again where it has lost events."""
 
@@ -154,10 +155,8 @@ class Events_(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 99))
     def fork(self, which: int) -> None:
-        try:
+        with suppress(KVCacheError):
             self.open.append(self.mmu.fork(self.open[which % len(self.open)]))
-        except KVCacheError:
-            pass
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 99), keep=st.integers(0, 99))
@@ -211,7 +210,7 @@ class Events_(RuleBasedStateMachine):
             assert self.close_reader.match(tokens, salt, extra) == found
 
 
-TestEvents = Events_.TestCase
+TestEvents = RouterMachine.TestCase
 
 
 def filled(mmu: MMU, tokens: Any, **keys: Any) -> int:
@@ -295,7 +294,7 @@ def test_a_gap_is_told_and_what_is_published_closes_it() -> None:
         (lambda: MMU(8, 2, events=4).events(True), "whole number"),
         (lambda: MMU(8, 2, events=-1), "events"),
         (lambda: MMU(8, 2, events=2**24 + 1), "16777216"),
-        (lambda: MMU(8, 2, events=1.5), "events"),
+        (lambda: MMU(8, 2, events=cast(Any, 1.5)), "events"),
         (lambda: MMU(8, 2, events=4, prefix_caching=False), "prefix_caching"),
     ],
 )

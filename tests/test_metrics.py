@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -210,7 +210,7 @@ def test_several_managers_share_a_collector_and_one_out_of_order_hides_no_other(
 def test_both_text_formats_can_be_written_and_names_are_not_taken_twice() -> None:
     world = World()
     world.serve(range(30))
-    text = openmetrics.generate_latest(world.registry).decode()
+    text = cast(Any, openmetrics).generate_latest(world.registry).decode()
     assert text.endswith("# EOF\n")
     assert "kvmmu_free_run_blocks_gcount" in text
     with pytest.raises(ValueError, match="Duplicated"):
@@ -384,9 +384,7 @@ def test_a_running_replay_can_be_scraped(long_replay: str) -> None:
             for family in text_string_to_metric_families(get(long_replay))
             for s in family.samples
         }
-        opened = found.get(
-            ("kvmmu_sequences_opened_total", frozenset({("cache", "replay")})), 0
-        )
+        opened = found.get(("kvmmu_sequences_opened_total", frozenset({("cache", "replay")})), 0)
         if opened > 100:
             break
         time.sleep(0.1)

@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "_after_fork",
     "_flush_recordings",
+    "_unpack_records",
     "build",
     "copy_blocks",
     "cpu_features",
@@ -961,6 +962,7 @@ def copy_blocks(
 
 def _after_fork() -> None: ...
 def _flush_recordings() -> None: ...
+def _unpack_records(stored: bytes, raw: int) -> bytes: ...
 def cpu_features() -> dict[str, Any]:
     """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""
 

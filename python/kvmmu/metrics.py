@@ -1,9 +1,9 @@
 """Metrics of a running manager, for Prometheus.
 
 What lives here: :class:`Collector`, which reads managers when it is scraped; :class:`Watched`, what
-an engine tells beside that; :func:`serve`; where the alert rules are. What never lives here: figures
-of a replay (see :mod:`kvmmu.replay`), and anything that the manager does for a metric's sake: it
-counts anyway, and is looked at.
+an engine tells beside that; :func:`serve`; where the alert rules are. What never lives here:
+figures of a replay (see :mod:`kvmmu.replay`), and anything that the manager does for a metric's
+sake: it counts anyway, and is looked at.
 
     collector = kvmmu.metrics.Collector()          # registers itself
     engine = collector.add(cache, "decode")        # an MMU or a KVCache, any number
@@ -52,11 +52,12 @@ if TYPE_CHECKING:
     from ._core import Measure
     from .cache import KVCache
 
-__all__ = ["CAUSES", "Collector", "Server", "Watched", "alert_rules", "serve"]
+__all__ = ["CAUSES", "Collector", "CollectorRegistry", "Server", "Watched", "alert_rules", "serve"]
 
 CAUSES = ("memory", "shape", "tables", "batch", "other")
-"""Why a request waits: too few blocks (``OutOfBlocks``), enough in the wrong shape (``Fragmented``),
-page-table nodes or sequence slots (``OutOfTables``), no row of the batch, anything else."""
+"""Why a request waits: too few blocks (``OutOfBlocks``), enough in the wrong shape
+(``Fragmented``), page-table nodes or sequence slots (``OutOfTables``), no row of the batch,
+anything else."""
 
 WAIT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Seconds. Timeouts of serving stacks are at 30 or 60."""
@@ -255,7 +256,7 @@ class _Families:
     def __init__(self) -> None:
         self._all: dict[str, Any] = {}
         gauge, counter = self._gauge, self._counter
-        gauge("up", "Whether the manager answers: 0 after an internal error, and in a forked child.")
+        gauge("up", "Whether the manager answers: 0 after an internal error, in a forked child.")
         gauge("pool_blocks", "Usable blocks of the pool.")
         gauge("block_tokens", "Tokens a block.")
         gauge("blocks", "Blocks by state; the states add up to kvmmu_pool_blocks.", "state")

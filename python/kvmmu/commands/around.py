@@ -1,7 +1,7 @@
 """What every command has around its work.
 
-What lives here: exit codes, messages, files and ports that must be there before a run, Ctrl-C. What never
-lives here: a command.
+What lives here: exit codes, messages, files and ports that must be there before a run, Ctrl-C. What
+never lives here: a command.
 """
 
 from __future__ import annotations
@@ -118,11 +118,9 @@ def serve_metrics(port: int | None) -> Iterator[Collector | None]:
     if port is None:
         yield None
         return
-    from .. import metrics  # says which extra is missing, if it is
+    from .. import metrics
 
-    from prometheus_client import CollectorRegistry
-
-    registry = CollectorRegistry()
+    registry = metrics.CollectorRegistry()
     try:
         server = metrics.serve(port, registry)
     except InvalidConfig as error:

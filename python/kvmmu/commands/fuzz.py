@@ -45,8 +45,8 @@ def fuzz(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Instead: make the calls of a recording (KVMMU_RECORD) again, and shorten a failure "
-            "for as long as --seconds.",
+            help="Instead: make the calls of a recording (KVMMU_RECORD) again, and shorten a "
+            "failure for as long as --seconds.",
             show_default=False,
         ),
     ] = None,

@@ -195,9 +195,7 @@ def replay(
                 advance(totals)
                 return stopped()
 
-            figures = run_replay(
-                requests, options, watch=watch, say=complain, collector=collector
-            )
+            figures = run_replay(requests, options, watch=watch, say=complain, collector=collector)
         if json_file is not None:
             write_json(json_file, figures)
         if not quiet:

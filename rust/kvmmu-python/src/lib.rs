@@ -36,7 +36,7 @@ mod _core {
     use super::values::{Events, Measure, Moves, Plan, Quote, SequenceInfo};
 
     #[pymodule_export]
-    use super::verbs::_flush_recordings;
+    use super::verbs::{_flush_recordings, _unpack_records};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

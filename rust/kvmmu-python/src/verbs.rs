@@ -11,8 +11,9 @@ use std::time::Instant;
 
 use kvmmu::{Config, Eviction, Placement};
 use kvmmu_record::{Recording, Unwritten};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyString};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyString};
 
 use crate::errors::error;
 
@@ -208,6 +209,19 @@ pub fn _flush_recordings(py: Python<'_>) {
         let mut all = UNWRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(Unwritten::flush);
     });
+}
+
+/// The records of a stored frame.
+#[pyfunction]
+pub fn _unpack_records<'py>(
+    py: Python<'py>,
+    stored: &[u8],
+    raw: usize,
+) -> PyResult<Bound<'py, PyBytes>> {
+    match kvmmu_record::unpack(stored, raw) {
+        Ok(records) => Ok(PyBytes::new(py, &records)),
+        Err(reason) => Err(PyValueError::new_err(reason)),
+    }
 }
 
 /// What `record` or else the variable `KVMMU_RECORD` asks for.
