@@ -652,13 +652,14 @@ def shortest(
     from .testing.rules import Rule
     from .testing.shorten import Example, Step, shorten
 
+    origins: dict[int, int] = {}
+    for call in recording.calls:
+        if call.name == "fork" and call.returned is not None:
+            origins[call.returned] = call.arguments["sequence"]
+
     def rule(call: Call) -> Rule:
-        fewer: dict[str, Sequence[Any]] = {}
-        if call.name == "open" and len(call.arguments["tokens"]):
-            tokens, size = len(call.arguments["tokens"]), recording.settings["block_size"]
-            candidates = {1, size + 1, 2 * size + 1, tokens // 4, tokens // 2, tokens}
-            fewer["tokens"] = sorted(n for n in candidates if 1 <= n <= tokens)
-        return Rule(_played, lambda trial: True, lambda trial: True, fewer)
+        simpler = _simpler(call, recording.settings["block_size"], origins)
+        return Rule(_played, lambda trial: True, lambda trial: True, simpler)
 
     def run(steps: Sequence[Step]) -> Example:
         if watch():
@@ -669,8 +670,7 @@ def shortest(
         found: Failure | None = None
         for i, (one, drawn) in enumerate(steps):
             call: Call = drawn["call"]
-            if "tokens" in drawn:
-                call = _with_fewer(call, drawn["tokens"])
+            call = _simplified(call, drawn)
             if not player.makes_sense(call):
                 continue
             taken.append((one, drawn))
@@ -692,10 +692,8 @@ def shortest(
     steps: list[Step] = []
     for call in recording.calls[: failure.call.number + 1]:
         one = rule(call)
-        drawn: dict[str, Any] = {"call": call}
-        if "tokens" in one.arguments:
-            drawn["tokens"] = one.arguments["tokens"][-1]
-        steps.append((one, drawn))
+        as_it_was = {name: values[-1] for name, values in one.arguments.items()}
+        steps.append((one, {"call": call, **as_it_was}))
     whole = run(steps)
     if whole.fault is None:
         fault = (Crashed if failure.crashed else Invalid)(failure.message, "")
@@ -710,8 +708,37 @@ def _played(call: Call) -> None:
     """Stands for a recorded call among the rules of the kit; :func:`shortest` plays it."""
 
 
-def _with_fewer(call: Call, tokens: int) -> Call:
-    return replace(call, arguments={**call.arguments, "tokens": call.arguments["tokens"][:tokens]})
+def _simpler(call: Call, size: int, origins: Mapping[int, int]) -> dict[str, Sequence[Any]]:
+    """What of a call can be made simpler: for each such thing what to try, the simplest first and
+    what it was last."""
+    found: dict[str, Sequence[Any]] = {}
+    if call.name == "open":
+        tokens = len(call.arguments["tokens"])
+        candidates = {1, size + 1, 2 * size + 1, tokens // 4, tokens // 2, tokens}
+        found["tokens"] = sorted(n for n in candidates if n <= tokens)
+        found["plain"] = [True, False]
+    if call.name == "truncate" and call.arguments["num_tokens"]:
+        found["num_tokens"] = [0, call.arguments["num_tokens"]]
+    sequence: int = call.arguments.get("sequence", -1)
+    if sequence in origins:
+        chain = [sequence]
+        while chain[-1] in origins and len(chain) < 16:
+            chain.append(origins[chain[-1]])
+        found["sequence"] = chain[::-1]  # who it was forked off
+    return found
+
+
+def _simplified(call: Call, drawn: Mapping[str, Any]) -> Call:
+    arguments = dict(call.arguments)
+    for name in ("sequence", "num_tokens"):
+        if name in drawn:
+            arguments[name] = drawn[name]
+    if "tokens" in drawn:
+        arguments["tokens"] = arguments["tokens"][: drawn["tokens"]]
+    if drawn.get("plain"):
+        plain = {"salt": b"", "extra_keys": {}, "anchor": False, "page_orders": None}
+        arguments |= {**plain, "require": None, "contiguous": 0}
+    return replace(call, arguments=arguments)
 
 
 _DEFAULTS: dict[str, Any] = {
