@@ -259,7 +259,13 @@ def test_a_wait_is_counted_by_what_the_head_waited_for() -> None:
     queue.arrive(1, 10, 1)
     queue.pass_step("memory")
     queue.pass_step(None)
-    assert queue.waited(queue.head) == {"prefill": 0, "rows": 0, "memory": 1, "shape": 1}
+    assert queue.waited(queue.head) == {
+        "prefill": 0,
+        "batch": 0,
+        "memory": 1,
+        "shape": 1,
+        "tables": 0,
+    }
     queue.pop()
     assert queue.waited(queue.head)["shape"] == 0
     queue.again(7, 10, 3)

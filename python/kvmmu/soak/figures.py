@@ -216,7 +216,7 @@ def figures(
         "running_mean": totals.running_sum / steps,
         "pool_used": totals.live_sum / steps / options.blocks,
         "shape_failures": totals.failures["shape"],
-        "memory_failures": totals.failures["memory"],
+        "memory_failures": totals.failures["memory"] + totals.failures["tables"],
         "out_of_memory_events": totals.preempted + totals.refused,
         "timeouts": _ratio(len(totals.timed_out), len(totals.waits)),
         "timeouts_long": _ratio(waits.long_left, waits.long),
