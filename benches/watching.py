@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 from kvmmu import MMU
-
-from harness import Bench, Goal, Row, medians, seconds
+from kvmmu.bench.harness import Bench, Goal, Row, medians, seconds
 
 BATCH, DEPTH, BLOCK = 256, 512, 16
 STEPS, ROUNDS = 10, 150

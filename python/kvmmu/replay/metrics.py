@@ -121,7 +121,7 @@ class TimedMMU:
         return self.timed(lambda mmu: mmu.info(sequence))
 
     def regions(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        return self._timed(lambda: self._mmu.regions(sequence))
+        return self.timed(lambda mmu: mmu.regions(sequence))
 
     def cached_tokens(self, sequence: int) -> int:
         return self.timed(lambda mmu: mmu.info(sequence).num_cached_tokens)
