@@ -374,7 +374,8 @@ class Serving:
         if totals.steps % SHARING_EVERY == 0 and self._options.contents:
             totals.wasted_blocks = max(totals.wasted_blocks, wasted(self._machine, running))
             totals.wasted_samples += 1
-        if 9 in self._options.page_orders and totals.steps % COVER_EVERY == 0:
+        pages = 9 in self._options.page_orders and self._options.contents
+        if pages and totals.steps % COVER_EVERY == 0:
             regions, huge = separable(self._machine, running)
             totals.separable_sum += regions
             totals.separable_huge_sum += huge
