@@ -2,7 +2,7 @@
 
 ``KVMMU_TEST_PROFILE``   quick, default or deep: cases of each Hypothesis test
 ``KVMMU_REQUIRE_ALL=1``  a test that would be skipped fails, unless it needs a GPU or the traces,
-                         or vLLM, which no package of the project brings
+                         or vLLM, which no package of the project brings, or NIXL (kvmmu[nixl])
 ``KVMMU_TRACES``         folder of the published traces; tests that read them take ``traces``
 ``KVMMU_VLLM``           folder of vLLM's source where only what it imports is installed;
                          tests of its BlockPool take ``vllm``
@@ -22,7 +22,7 @@ from kvmmu.testing.adapters import vllm_block_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRE_ALL = os.environ.get("KVMMU_REQUIRE_ALL", "") not in ("", "0")
-MAY_BE_SKIPPED = ("gpu", "needs_traces", "needs_vllm")
+MAY_BE_SKIPPED = ("gpu", "needs_nixl", "needs_traces", "needs_vllm")
 
 for name, examples, steps in (("quick", 20, 30), ("default", 100, 50), ("deep", 5000, 100)):
     settings.register_profile(

@@ -146,7 +146,9 @@ def pair_ranges(
                 local=a.block_bytes,
                 remote=b.block_bytes,
             )
-    here, there, counts = _columns(runs, "(first local block, first remote block, number of blocks)")
+    here, there, counts = _columns(
+        runs, "(first local block, first remote block, number of blocks)"
+    )
     _check_inside(local.span, here, counts, "the local storage")
     _check_inside(remote.span, there, counts, "the remote storage")
     here, there, counts = here[counts > 0], there[counts > 0], counts[counts > 0]
