@@ -3,9 +3,9 @@
 What lives here: :class:`Ends`, which starts them and speaks to them, and what runs inside one. What
 never lives here: figures, and what is compared with what (see :mod:`transfer`).
 
-An end has the memory of a whole pool, on huge pages of the host, for as many regions as are moved
-at once. A cache of more regions goes in rounds over the same memory, with other bytes in each: two
-whole ones would not fit into a small machine.
+An end has the memory of a whole pool, for as many regions as are moved at once. A cache of more
+regions goes in rounds over the same memory, with other bytes in each: two whole ones would not fit
+into a small machine.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class Shape:
         num_blocks: usable blocks of the pool.
         piece: bytes of a block in one region.
         regions: that are moved at once.
+        huge_pages: whether it lies on the host's pages of 2 MiB.
     """
 
     num_blocks: int
     piece: int
     regions: int
+    huge_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ class _End:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         self._shape = shape
         size = (shape.num_blocks + 1) * shape.piece
-        self._maps = [_huge_pages(size) for _ in range(shape.regions)]
+        self._maps = [_pages(size, huge=shape.huge_pages) for _ in range(shape.regions)]
         self._regions = [
             np.frombuffer(memory, np.uint64, size // 8).reshape(shape.num_blocks + 1, -1)
             for memory in self._maps
@@ -403,10 +405,10 @@ class _End:
         self._agent.deregister_memory(self._registered)
 
 
-def _huge_pages(size: int) -> mmap.mmap:
-    """Anonymous memory, on pages of 2 MiB where the kernel has them, touched."""
+def _pages(size: int, *, huge: bool) -> mmap.mmap:
+    """Anonymous memory, touched; on pages of 2 MiB if that is asked for and the kernel has them."""
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
     return memory

@@ -12,6 +12,7 @@ are the best of three. Descriptors need no NIXL and are counted in any case.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,9 @@ def rows(bench: Bench) -> Iterator[Row]:
             yield from _descriptors(placed, regions)
             if shape is not None:
                 yield from _times(bench, ends, placed, regions)
+    if shape is not None:
+        with Ends(replace(shape, huge_pages=False)) as ends:
+            yield from _small_pages(ends, placed)
 
 
 def _places(bench: Bench, ends: Ends) -> dict[str, Pair]:
@@ -112,6 +116,16 @@ def _times(bench: Bench, ends: Ends, placed: dict[str, Pair], regions: int) -> I
     )
     if joined.joined != pair.runs * regions:
         bench.note(f"transfer: NIXL made {joined.joined} of {joined.descriptors} descriptors")
+
+
+def _small_pages(ends: Ends, placed: dict[str, Pair]) -> Iterator[Row]:
+    """What the host's own pages are worth: the same on pages of 4 KiB."""
+    regions = REGIONS[0]
+    measure = f"128k, {regions} regions of 4 KiB, {{}}, host pages of 4 KiB: move"
+    rival = _best(ends, placed[FIFO], regions).move_s
+    for contender in ("default", GATHERED):
+        moved = _best(ends, placed[contender], regions).move_s
+        yield Row(measure.format(contender), "ms", moved * 1e3, FIFO, rival * 1e3)
 
 
 def _best(ends: Ends, pair: Pair, regions: int, *, by_block: bool = False) -> Moved:
