@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvmmu import MMU, Region, Storage, pair_ranges, pair_runs
 
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The package of NIXL is called by the CUDA that it was built for, or has that one underneath."""
@@ -202,8 +203,6 @@ class _End:
             self._begin(shape)
 
     def _begin(self, shape: Shape) -> None:
-        from kvmmu import Storage
-
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         self._shape = shape
         size = (shape.num_blocks + 1) * shape.piece
@@ -238,8 +237,6 @@ class _End:
 
     def scatter(self, num_blocks: int, sequences: int, each: int, keep: int) -> float:
         """A small pool in which every ``keep``-th of many sequences stays."""
-        from kvmmu import MMU
-
         mmu = MMU(num_blocks, 16, prefix_caching=False, page_orders=(0,), hold_blocks=0)
         held = [mmu.open(np.zeros(each * 16, np.int32)) for _ in range(sequences)]
         for index, sequence in enumerate(held):
@@ -294,8 +291,6 @@ class _End:
         return regions, self._agent.get_agent_metadata()
 
     def meet(self, peer: tuple[list[tuple[int, int, int, int]], bytes]) -> None:
-        from kvmmu import Region, Storage
-
         regions, metadata = peer
         self._remote = Storage([Region(*numbers) for numbers in regions], self._shape.num_blocks)
         name = self._agent.add_remote_agent(metadata)
@@ -341,8 +336,6 @@ class _End:
         """
         if by_block:
             return self._pull_joined(local, remote, regions)
-        from kvmmu import pair_runs
-
         start = time.perf_counter()
         here, there = self._descriptors(pair_runs(local, remote), regions)
         request = self._agent.initialize_xfer("READ", here, there, self._peer)
@@ -351,26 +344,23 @@ class _End:
     def _pull_joined(
         self, local: npt.NDArray[np.int64], remote: npt.NDArray[np.int64], regions: int
     ) -> Moved:
-        """By lists with a descriptor a block, which an engine makes once, so that they are not
-        timed."""
+        """By lists of all blocks of the pool, which an engine makes once, so that they are not
+        timed, and by the numbers of the blocks in them."""
         agent = self._agent
-        blocks = [(a, b, 1) for a, b in zip(local.tolist(), remote.tolist(), strict=True)]
-        sides = self._descriptors(blocks, regions)
-        here = agent.prep_xfer_dlist("NIXL_INIT_AGENT", sides[0])
-        there = agent.prep_xfer_dlist(self._peer, sides[1])
+        here = agent.prep_xfer_dlist("NIXL_INIT_AGENT", _every_block(self._storage), "DRAM")
+        there = agent.prep_xfer_dlist(self._peer, _every_block(self._remote), "DRAM")
         try:
             start = time.perf_counter()
-            each = np.arange(len(blocks) * regions, dtype=np.int32)
-            request = agent.make_prepped_xfer("READ", here, each, there, each)
-            return self._carry_out(request, time.perf_counter() - start, len(each))
+            first = np.arange(regions)[:, None] * (self._shape.num_blocks + 1)
+            mine, theirs = ((first + blocks).ravel().astype(np.int32) for blocks in (local, remote))
+            request = agent.make_prepped_xfer("READ", here, mine, there, theirs)
+            return self._carry_out(request, time.perf_counter() - start, len(mine))
         finally:
             agent.release_dlist_handle(here)
             agent.release_dlist_handle(there)
 
     def _descriptors(self, runs: list[tuple[int, int, int]], regions: int) -> tuple[Any, Any]:
         """Both sides of a transfer, as NIXL takes them."""
-        from kvmmu import pair_ranges
-
         ranges = np.concatenate(pair_ranges(self._storage, self._remote, runs)[:regions])
         device = np.zeros(len(ranges), np.int64)
         here, there = (
@@ -403,6 +393,16 @@ class _End:
         if self._peer:
             self._agent.remove_remote_agent(self._peer)
         self._agent.deregister_memory(self._registered)
+
+
+def _every_block(storage: Storage) -> npt.NDArray[np.uint64]:
+    """uint64 [regions, 5]: all blocks of each region, as NIXL takes evenly spaced descriptors:
+    (address, bytes a block, device, stride, blocks)."""
+    rows = [
+        (region.address, region.block_bytes, 0, region.stride, region.num_blocks)
+        for region in storage.regions
+    ]
+    return np.array(rows, np.uint64)
 
 
 def _pages(size: int, *, huge: bool) -> mmap.mmap:

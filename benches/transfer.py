@@ -58,7 +58,9 @@ def rows(bench: Bench) -> Iterator[Row]:
         for regions in REGIONS:
             yield from _descriptors(placed, regions)
             if shape is not None:
-                yield from _times(bench, ends, placed, regions)
+                yield from _times(ends, placed, regions)
+        if shape is not None:
+            yield from _joined(bench, ends, placed, REGIONS[0])
     if shape is not None:
         with Ends(replace(shape, huge_pages=False)) as ends:
             yield from _small_pages(ends, placed)
@@ -93,7 +95,7 @@ def _descriptors(placed: dict[str, Pair], regions: int) -> Iterator[Row]:
             yield Row(measure, "descriptors", float(pair.runs * regions), FIFO, float(rival))
 
 
-def _times(bench: Bench, ends: Ends, placed: dict[str, Pair], regions: int) -> Iterator[Row]:
+def _times(ends: Ends, placed: dict[str, Pair], regions: int) -> Iterator[Row]:
     found = {contender: _best(ends, pair, regions) for contender, pair in placed.items()}
     for contender, best in found.items():
         if contender == FIFO:
@@ -105,17 +107,20 @@ def _times(bench: Bench, ends: Ends, placed: dict[str, Pair], regions: int) -> I
         ):
             measure = f"128k, {regions} regions of 4 KiB, {contender}: {what}"
             yield Row(measure, "ms", value * 1e3, FIFO, rival * 1e3)
-    pair = placed["default"]
-    joined = _best(ends, pair, regions, by_block=True)
-    yield Row(
-        f"128k, {regions} regions of 4 KiB, default, a descriptor a block that NIXL joins: prepare",
-        "ms",
-        joined.prepare_s * 1e3,
-        "runs handed over",
-        found["default"].prepare_s * 1e3,
-    )
-    if joined.joined != pair.runs * regions:
-        bench.note(f"transfer: NIXL made {joined.joined} of {joined.descriptors} descriptors")
+
+
+def _joined(bench: Bench, ends: Ends, placed: dict[str, Pair], regions: int) -> Iterator[Row]:
+    """The same by lists of all blocks, from which NIXL makes descriptors itself."""
+    found = {name: _best(ends, placed[name], regions, by_block=True) for name in (FIFO, "default")}
+    for name, best in found.items():
+        if best.joined != placed[name].runs * regions:
+            bench.note(f"transfer: NIXL joined {best.descriptors} blocks to {best.joined}")
+    for what, value, rival in (
+        ("prepare", found["default"].prepare_s, found[FIFO].prepare_s),
+        ("move", found["default"].move_s, found[FIFO].move_s),
+    ):
+        measure = f"128k, {regions} regions of 4 KiB, default, joined by NIXL: {what}"
+        yield Row(measure, "ms", value * 1e3, FIFO, rival * 1e3)
 
 
 def _small_pages(ends: Ends, placed: dict[str, Pair]) -> Iterator[Row]:
