@@ -386,6 +386,20 @@ def test_memory_is_given_back_when_the_load_falls_and_taken_when_it_returns(poli
     assert found["finished"] >= 0.8 * still["finished"]
 
 
+def test_runs_of_a_128k_are_of_so_many_tokens_whatever_a_block_holds() -> None:
+    """Each lies in one run, so that there are 131,072 / 112,000 of them."""
+    length = {"prompt": {"fixed": 111_990}, "output": {"fixed": 10}}
+    for block_size in (16, 64):
+        scenario = changed(
+            MIX,
+            pool={"num_blocks": 458_752 // block_size, "block_size": block_size},
+            kinds=[{"name": "long", "share": 1.0, **length}],
+            phases=[{"length": "20s", "rate": 0.5}],
+        )
+        found = soak_one(Task(scenario, "contiguous-oracle", hours=15 / 3600))
+        assert found["runs_long"] == pytest.approx(131_072 / 112_000, rel=0.001)
+
+
 def test_the_first_tokens_lie_in_one_run_where_the_scenario_asks_for_it() -> None:
     scenario = changed(MIX, server={"contiguous": 2048})
     assert options_of(Task(scenario, "compaction"), POLICIES["compaction"]).contiguous == 2048

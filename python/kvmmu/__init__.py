@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
     from .snapshots import Snapshot, snapshot
     from .storage import Region, Storage
-    from .transfer import block_runs, byte_ranges, pair_runs
+    from .transfer import block_runs, byte_ranges, pair_ranges, pair_runs
 
 __all__ = [
     "MMU",
@@ -131,6 +131,7 @@ __all__ = [
     "block_runs",
     "byte_ranges",
     "compact",
+    "pair_ranges",
     "pair_runs",
     "prefix_groups",
     "run_plan",
@@ -170,6 +171,7 @@ _HOME = {
     "block_runs": "transfer",
     "byte_ranges": "transfer",
     "compact": "compaction",
+    "pair_ranges": "transfer",
     "pair_runs": "transfer",
     "prefix_groups": "cascade",
     "run_plan": "compaction",
