@@ -566,3 +566,26 @@ def test_ctrl_c_prints_what_there_is_and_exits_130(tmp_path: Path) -> None:
 
 def test_waits_are_of_known_causes() -> None:
     assert set(run(scenarios.of(MIX), "plain")["waits_s"]) == set(CAUSES)
+
+
+def test_a_file_of_settings_is_one_more_policy(tmp_path: Path) -> None:
+    file, settings, out = tmp_path / "mix.json", tmp_path / "mine.yaml", tmp_path / "out.json"
+    file.write_text(json.dumps(MIX))
+    settings.write_text("compaction: {auto_compact: false}\npages: {page_orders: [0]}\n")
+    done = command(file, "--policy", "compaction", "--config", settings, "--json", out)
+    assert done.returncode == 0, done.stderr
+    compaction, mine = json.loads(out.read_text())["policies"]
+    assert (compaction["policy"], mine["policy"]) == ("compaction", "config")
+    assert mine["moved_blocks"] == 0 == mine["huge_cover"] and compaction["huge_cover"] > 0
+    settings.write_text("compaction: {budget: 3}\n")
+    done = command(file, "--config", settings)
+    assert done.returncode == 2 and "mine.yaml:1:" in done.stderr
+
+
+def test_metrics_are_served_of_one_policy_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mix.json"
+    file.write_text(json.dumps(MIX))
+    done = command(file, "--policy", "compaction", "--metrics-port", "0")
+    assert done.returncode == 0 and "metrics: http://127.0.0.1:" in done.stderr
+    done = command(file, "--metrics-port", "0")
+    assert done.returncode == 2 and "with one policy" in done.stderr

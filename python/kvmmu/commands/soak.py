@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.console
 import rich.progress
@@ -33,16 +33,26 @@ from .around import (
     INTERRUPTED,
     check_writable,
     exit_codes,
+    serve_metrics,
     show,
     stop_on_ctrl_c,
     write_json,
     write_text,
 )
+from .configured import Configured
+
+if TYPE_CHECKING:
+    from ..metrics import Collector
 
 __all__ = ["soak"]
 
 
+OF_A_FILE = "config"
+"""Name of the policy that a file of settings makes."""
+
+
 def soak(
+    context: typer.Context,
     scenario: Annotated[
         str | None,
         typer.Argument(
@@ -56,6 +66,15 @@ def soak(
         list[str] | None,
         typer.Option(
             "--policy", help="One of those that --definitions lists; several times; none: all."
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Settings (YAML), as one more policy.",
+            show_default=False,
         ),
     ] = None,
     hours: Annotated[
@@ -103,6 +122,14 @@ def soak(
             show_default=False,
         ),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Serve metrics for Prometheus on this port of 127.0.0.1, of one policy alone.",
+            show_default=False,
+        ),
+    ] = None,
     print_scenario: Annotated[
         bool, typer.Option("--show", help="Print the scenario's file, to copy and change.")
     ] = False,
@@ -125,6 +152,7 @@ def soak(
             return
         loaded = scenarios.load(scenario)
         policies = chosen(policy or [])
+        settings = None if config is None else _settings(context, config, loaded)
         if hours is not None:
             in_range("hours", hours, 0.001, scenarios.MAX_HOURS)
         in_range("seed", seed, 0, 2**63 - 1)
@@ -145,13 +173,17 @@ def soak(
         requests(loaded, seed, trace=read, rate=rate)  # says what is missing before anything runs
         pictured = html_file is not None
         tasks = [replace(first, policy=one.name, history=pictured) for one in policies]
-        with stop_on_ctrl_c() as stopped:
+        if settings is not None:
+            tasks.append(replace(first, policy=OF_A_FILE, settings=settings, history=pictured))
+        if metrics_port is not None and (len(tasks) > 1 or concurrency or sensitive):
+            raise InvalidConfig("--metrics-port: with several runs, allowed: with one policy")
+        with serve_metrics(metrics_port) as collector, stop_on_ctrl_c() as stopped:
             if concurrency:
                 figures = _concurrency(tasks, probes, processes, stopped, quiet=quiet)
             elif sensitive:
                 figures = _sensitivity(first, processes, stopped, quiet=quiet)
             else:
-                soaked = _policies(tasks, processes, stopped, quiet=quiet)
+                soaked = _policies(tasks, processes, stopped, collector, quiet=quiet)
                 results = [one.figures for one in soaked]
                 if html_file is not None:
                     write_text(html_file, _page(loaded, soaked), "--html")
@@ -166,12 +198,48 @@ def soak(
             raise typer.Exit(INTERRUPTED)
 
 
+def _settings(context: typer.Context, file: str, scenario: scenarios.Scenario) -> dict[str, Any]:
+    """What a file of settings says about a policy; the pool is the scenario's."""
+    given = Configured(context, file)
+    resolved = given.resolve(scenario.pool.num_blocks, scenario.pool.block_size)
+    assert resolved is not None
+    given.whole(resolved)
+    asked = {
+        **given.further("pool", "seed", "placement"),
+        **given.further("pages", "hold_blocks"),
+        **given.further("prefix", "eviction", "page_aware", "prefix_caching"),
+        **given.further(
+            "compaction", "budget_blocks", "guarantee", "windows_below", "gather_least"
+        ),
+        "further": {
+            **given.further("pool", "anchor", "dedup", "table_nodes"),
+            **given.further("pages", "medium_from", "huge_from"),
+            **given.further("compaction", "compaction_start", "compaction_stop"),
+        },
+    }
+    if given.says("compaction", "auto_compact"):
+        asked["compaction"] = given.further("compaction", "auto_compact")["auto_compact"]
+    orders, size = given.says("pages", "page_orders"), given.says("pages", "page_size")
+    if orders or size:
+        asked["page_orders"] = tuple(resolved.mmu["page_orders"])
+    if given.says("memory", "reserved_memory"):
+        asked["reserved_blocks"] = resolved.reserved_blocks
+    given.further("model", "num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype")
+    given.complain_of_unused("a soak")
+    return asked
+
+
 def _policies(
-    tasks: Sequence[Task], processes: int | None, stopped: Callable[[], bool], *, quiet: bool
+    tasks: Sequence[Task],
+    processes: int | None,
+    stopped: Callable[[], bool],
+    collector: Collector | None,
+    *,
+    quiet: bool,
 ) -> list[Soaked]:
     with _progress(quiet, [task.policy for task in tasks], tasks) as advance:
         if len(tasks) == 1:  # one run needs no second process
-            return [alone(tasks[0], lambda told: advance([told]) or stopped())]
+            return [alone(tasks[0], lambda told: advance([told]) or stopped(), collector)]
         return run_soak(tasks, processes=processes, watch=lambda told: advance(told) or stopped())
 
 

@@ -6,9 +6,9 @@ serving loop, runs it and makes figures of it. What never lives here: processes,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..replay.metrics import Onlooker, Totals
 from ..replay.options import Options
@@ -18,6 +18,9 @@ from . import workload
 from .figures import figures
 from .policies import POLICIES, Chosen
 from .scenario import Scenario
+
+if TYPE_CHECKING:
+    from ..metrics import Collector
 
 __all__ = ["Task", "options_of", "soak_one"]
 
@@ -38,6 +41,7 @@ class Task:
         trace: the real one, where the scenario takes one.
         verify: store bytes and read them back.
         budget_blocks: most blocks that a pass moves; None: the default.
+        settings: options of a policy that is none of those with a name; ``policy`` only names it.
         history: keep what pictures of the memory are made of.
         stop_at_timeouts: end early when so many requests of more than 100,000 tokens have left:
             the bisection of :mod:`.concurrency` knows enough then.
@@ -52,6 +56,7 @@ class Task:
     verify: bool = False
     budget_blocks: int | None = None
     windows_below: float | None = None
+    settings: Mapping[str, Any] | None = None
     history: bool = False
     stop_at_timeouts: int | None = None
 
@@ -93,15 +98,22 @@ def options_of(task: Task, policy: Chosen) -> Options:
     return Options(**asked)
 
 
+def _of_settings(task: Task) -> Chosen:
+    assert task.settings is not None
+    return Chosen(task.policy, "settings of a file", task.settings)
+
+
 def soak_one(
     task: Task,
     watch: Callable[[float, Totals], bool] = lambda simulated_s, totals: False,
     onlooker: Onlooker | None = None,
+    collector: Collector | None = None,
 ) -> dict[str, Any]:
     """Runs it.
 
     Args:
         watch: told how far it is, in simulated seconds; returns True to stop.
+        collector: of metrics; told of the run under the name "replay".
         onlooker: told of the memory about once a simulated second, and of passes of compaction.
 
     Returns:
@@ -110,7 +122,7 @@ def soak_one(
     Raises:
         InvalidConfig: no memory for this, or a trace is missing.
     """
-    policy = POLICIES[task.policy]
+    policy = POLICIES[task.policy] if task.settings is None else _of_settings(task)
     options = options_of(task, policy)
     hours = task.simulated_s / 3600
     scenario = task.scenario.model_copy(update={"hours": hours})
@@ -129,5 +141,6 @@ def soak_one(
         until_s=task.simulated_s,
         warm_up_s=min(scenario.warm_up, task.simulated_s / 4),
         onlooker=onlooker,
+        collector=collector,
     )
     return figures(task, policy, options, trace, served)

@@ -17,12 +17,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InternalError
 from ..pictures import History
 from ..replay.metrics import Totals
 from .run import Task, soak_one
+
+if TYPE_CHECKING:
+    from ..metrics import Collector
 
 __all__ = ["Soaked", "alone", "soak"]
 
@@ -115,11 +118,15 @@ def _one(number: int, task: Task) -> Soaked:
     return soaked
 
 
-def alone(task: Task, watch: Callable[[float], bool] = lambda simulated_s: False) -> Soaked:
-    """One run, in this process."""
+def alone(
+    task: Task,
+    watch: Callable[[float], bool] = lambda simulated_s: False,
+    collector: Collector | None = None,
+) -> Soaked:
+    """One run, in this process. ``collector``: of metrics, told of it while it runs."""
     history = History(every_steps=1) if task.history else None
 
     def look(simulated_s: float, totals: Totals) -> bool:
         return watch(simulated_s)
 
-    return Soaked(soak_one(task, look, history), history)
+    return Soaked(soak_one(task, look, history, collector), history)
