@@ -131,7 +131,14 @@ def test_blocks_that_fit_leave_room_for_weights_and_the_null_block() -> None:
     read = shapes.Shape(name="x", layers=1, kv_heads=1, head_dim=1, v_head_dim=1)
     with pytest.raises(InvalidConfig, match="--weights: missing"):
         sizing.pool_of(read, gpu)
-    assert sizing.pool_of(read, gpu, weights=1).weights == 1
+    given = sizing.pool_of(read, gpu, weights=1)
+    assert given.weights == 1
+    (row,) = (
+        row
+        for row in sizing.rows(given, sizing.Load(longest=1000))
+        if row.what == "weights of a GPU"
+    )
+    assert row.source == "--weights"
 
 
 def test_granules_are_those_that_the_layouts_have() -> None:

@@ -139,6 +139,7 @@ def test_version_and_help_are_no_errors() -> None:
     assert "--one-at-a-time" in done.stdout
     assert "sabotage" not in done.stdout
     assert "90000" in done.stdout
+    assert "kvmmu[html]" in done.stdout  # no markup to rich
 
 
 # -- a check failed ------------------------------------------------------------------------

@@ -69,14 +69,18 @@ def wheel_names(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("/")}
 
 
-def expected_wheel_names() -> set[str]:
-    version = importlib.metadata.version("kvmmu")
-    modules = {
+def package_names() -> set[str]:
+    return {
         f"kvmmu/{path.relative_to(PACKAGE).as_posix()}"
         for path in PACKAGE.rglob("*")
         if path.suffix in (".py", ".pyi", ".html", ".css", ".js", ".yaml", ".yml")
         or path.name == "py.typed"
     }
+
+
+def expected_wheel_names() -> set[str]:
+    version = importlib.metadata.version("kvmmu")
+    modules = package_names()
     info = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     return (
         modules | {"kvmmu/_core.abi3.so"} | {f"kvmmu-{version}.dist-info/{name}" for name in info}
@@ -151,14 +155,15 @@ def test_the_sdist_holds_what_a_wheel_is_built_from_and_nothing_else(sdist: Path
         names = {"/".join(Path(name).parts[1:]) for name in archive.getnames()}
     needed = {"Cargo.toml", "Cargo.lock", "LICENSE", "README.md", "pyproject.toml"}
     needed |= {f"rust/{crate}/Cargo.toml" for crate in CRATES}
-    for folder, pattern in (("rust", "src/**/*.rs"), ("python", "*.py*"), ("kernels", "*")):
+    needed |= {f"python/{name}" for name in package_names()}
+    for folder, pattern in (("rust", "src/**/*.rs"), ("kernels", "*")):
         needed |= {
             path.relative_to(ROOT).as_posix()
             for path in (ROOT / folder).rglob(pattern)
-            if path.suffix not in (".pyc", ".so") and path.is_file()
+            if path.is_file()
         }
     assert needed <= names, sorted(needed - names)
-    others = ("PKG-INFO", "python/kvmmu/py.typed", "rust/*/*.rs", "rust/*/README.md")
+    others = ("PKG-INFO", "rust/*/*.rs", "rust/*/README.md")
     unknown = [n for n in names - needed if not any(fnmatch(n, other) for other in others)]
     assert not unknown, unknown
 

@@ -540,6 +540,8 @@ def test_the_map_keeps_within_the_terminal(width: int, by: str) -> None:
     assert len(picture[0]) > width * 0.6
     windows = available(blocks).reshape(-1, 512).all(axis=1).sum()
     assert f"{windows} of 8 windows free" in drawn
+    legend = [line.split(" ", 1)[1] for line in drawn.split("\n\n")[1].splitlines()]
+    assert len(set(legend)) == len(legend)
 
 
 def test_the_map_reads_the_same_without_colours_and_in_ascii() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvmmu.commands import app
 from kvmmu.errors import InvalidConfig
 from kvmmu.replay import traces
 from kvmmu.replay.chains import Chains
@@ -25,7 +26,7 @@ from kvmmu.soak.figures import MEASURES
 from kvmmu.soak.policies import POLICIES, Chosen
 from kvmmu.soak.run import Task, options_of, soak_one
 from kvmmu.soak.sensitivity import variants
-from kvmmu.soak.together import soak
+from kvmmu.soak.together import Soaked, alone, soak
 from kvmmu.soak.workload import requests
 
 SECONDS = 40
@@ -515,6 +516,30 @@ def test_the_command_prints_a_table_and_writes_every_measure(tmp_path: Path) -> 
     for one in figures["policies"]:
         assert {measure.name for measure in MEASURES} <= set(one)
     assert figures["scenario"]["title"] == "a small mix"
+
+
+@pytest.mark.parametrize("mismatches", [0, 3])
+def test_a_difference_that_verify_finds_is_exit_status_1(
+    mismatches: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "mix.json"
+    file.write_text(json.dumps(MIX))
+
+    def wrong(task: Task, watch: Any) -> Soaked:
+        soaked = alone(task, watch)
+        assert soaked.figures["mismatches"] == 0
+        return replace(soaked, figures={**soaked.figures, "mismatches": mismatches})
+
+    monkeypatch.setattr("kvmmu.commands.soak.alone", wrong)
+    with pytest.raises(SystemExit) as left:
+        app(["soak", str(file), "--policy", "compaction", "--verify"])
+    said = capsys.readouterr()
+    assert left.value.code == (1 if mismatches else 0)
+    assert ("3 mismatches" in said.err) == bool(mismatches)
+    assert ("positions, no mismatch" in said.out) == (not mismatches)
 
 
 @pytest.mark.parametrize(

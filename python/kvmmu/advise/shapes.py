@@ -257,4 +257,4 @@ def _weights(
     alone = path.with_name("model.safetensors")
     if alone.is_file():
         return alone.stat().st_size, str(alone)
-    return None, "not known: no model.safetensors(.index.json) beside the file; --weights says"
+    return None, "not known: no model.safetensors(.index.json) beside the file"

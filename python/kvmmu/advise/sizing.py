@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import InvalidConfig
 from ..storage import Region, Storage
@@ -154,9 +154,11 @@ def pool_of(
     Raises:
         InvalidConfig: the weights are not known, or nothing is left for blocks.
     """
-    total = shape.weights if weights is None else weights
+    if weights is not None:
+        shape = replace(shape, weights=weights, weights_from="--weights")
+    total = shape.weights
     if total is None:
-        raise InvalidConfig(f"--weights: missing for {shape.name}; {shape.weights_from}")
+        raise InvalidConfig(f"--weights: missing for {shape.name}, {shape.weights_from}")
     of_rank = -(-total // ranks)
     memory = int(gpu.memory * usable) - of_rank
     block_bytes = shape.token_bytes(ranks) * block_size

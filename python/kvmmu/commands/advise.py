@@ -272,7 +272,7 @@ def _tell(
     if write_config is not None:
         _write(write_config, pool, load, compared, verdict)
     show(_table(f"{pool.shape.name} on {pool.ranks} x {pool.gpu.name}", rows))
-    show(_sizes_table(sizes, chosen, lengths is not None))
+    show(_sizes_table(sizes, chosen, load, lengths is not None))
     show(_rules_table(verdict, rules))
     if compared is not None and compared.default["interrupted"]:
         complain("the replay was stopped: what it says is of its beginning")
@@ -356,7 +356,7 @@ def _table(title: str, rows: list[Row]) -> Any:
     return table
 
 
-def _sizes_table(sizes: list[BlockSize], chosen: BlockSize, measured: bool) -> Any:
+def _sizes_table(sizes: list[BlockSize], chosen: BlockSize, load: Load, measured: bool) -> Any:
     from rich.table import Table
 
     table = Table(
@@ -379,6 +379,8 @@ def _sizes_table(sizes: list[BlockSize], chosen: BlockSize, measured: bool) -> A
             style="bold" if size is chosen else "",
         )
     source = "last blocks of the trace's sequences" if measured else "half a block a sequence"
+    if load.mean_tokens is None and not measured:
+        source += " of half the longest, for want of --mean-tokens or --trace"
     table.caption = (
         f"from: waste: {source}; tables: 4 bytes on the device and 8 in the page table a block; "
         "computed again: half a block of a shared prefix, of a mean sequence; piece: of one "

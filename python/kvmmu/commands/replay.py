@@ -161,7 +161,7 @@ def replay(
         typer.Option(
             "--html",
             metavar="FILE",
-            help="Write a page with the memory over time (needs kvmmu[html]).",
+            help="Write a page with the memory over time (needs kvmmu\\[html]).",
             show_default=False,
         ),
     ] = None,

@@ -30,8 +30,10 @@ from ..soak.together import Soaked, alone
 from ..soak.together import soak as run_soak
 from ..soak.workload import requests
 from .around import (
+    CHECK_FAILED,
     INTERRUPTED,
     check_writable,
+    complain,
     exit_codes,
     serve_metrics,
     show,
@@ -118,7 +120,7 @@ def soak(
         typer.Option(
             "--html",
             metavar="FILE",
-            help="Write a page with the memory over time (needs kvmmu[html]).",
+            help="Write a page with the memory over time (needs kvmmu\\[html]).",
             show_default=False,
         ),
     ] = None,
@@ -196,6 +198,24 @@ def soak(
             write_json(json_file, figures)
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
+        if verify:
+            _verified(figures, quiet=quiet)
+
+
+def _verified(figures: dict[str, Any], *, quiet: bool) -> None:
+    """What --verify found in the runs whose figures are told; of a search, those it ended with."""
+    told = [*figures.get("policies", ()), *figures.get("sensitivity", ())]
+    told += [one["figures"] for one in figures.get("concurrency", ()) if one["figures"]]
+    wrong = sum(one["mismatches"] for one in told)
+    if wrong:
+        complain(f"check failed: {wrong:,} mismatches")
+        raise typer.Exit(CHECK_FAILED)
+    read = sum(one["verified_tokens"] for one in told)
+    if not read:
+        complain("check failed: nothing was verified, for no request was served")
+        raise typer.Exit(CHECK_FAILED)
+    if not quiet:
+        show(f"verified: {read:,} positions, no mismatch")
 
 
 def _settings(context: typer.Context, file: str, scenario: scenarios.Scenario) -> dict[str, Any]:

@@ -54,15 +54,15 @@ def memory_map(
     picture = cells(blocks, size)
     drawn = rich.text.Text()
     marks = _marks(picture, by)
-    seen: dict[str, tuple[str, str]] = {}
+    seen: dict[str, tuple[str, str]] = {}  # by meaning: all letters have one
     for first in range(0, len(marks), across):
         drawn.append(f"{first * size:>{digits},} ", style="dim")
         for mark, style, meaning in marks[first : first + across]:
-            seen[mark] = (style, meaning)
+            seen[meaning] = min(seen.get(meaning, (mark, style)), (mark, style))
             drawn.append(mark, style=style)
         drawn.append("\n")
     drawn.append("\n")
-    for mark, (style, meaning) in sorted(seen.items(), key=lambda item: item[1][1]):
+    for meaning, (mark, style) in sorted(seen.items()):
         drawn.append(mark, style=style)
         drawn.append(f" {meaning}\n")
     unit = "1 block" if size == 1 else f"{size:,} blocks, what most of them are"
@@ -87,7 +87,7 @@ def _marks(
     for state, sequence, order in zip(by_state, sequences, orders, strict=True):
         if by == "sequence" and sequence:
             colour = _COLOURS[sequence % len(_COLOURS)]
-            marks.append((_SEQUENCES[sequence - 1], colour, "a to l: sequences, in turn"))
+            marks.append((_SEQUENCES[sequence - 1], colour, "sequences: a to l, then again"))
         elif by == "page" and order:
             pages = "single blocks" if order == 1 else f"in pages of {2 ** (order - 1):,}"
             marks.append((_ORDERS[order - 1], _COLOURS[(order - 1) % len(_COLOURS)], pages))
