@@ -2,7 +2,8 @@
 
 ``KVMMU_TEST_PROFILE``   quick, default or deep: cases of each Hypothesis test
 ``KVMMU_REQUIRE_ALL=1``  a test that would be skipped fails, unless it needs a GPU or the traces,
-                         or vLLM or Chromium, which no package of the project brings
+                         or vLLM, Chromium or Prometheus, which no package of the project brings,
+                         or NIXL (kvmmu[nixl])
 ``KVMMU_TRACES``         folder of the published traces; tests that read them take ``traces``
 ``KVMMU_CHROMIUM``       Chromium or Chrome, where none is on the path
 ``KVMMU_VLLM``           folder of vLLM's source where only what it imports is installed;
@@ -23,7 +24,9 @@ from kvmmu.testing.adapters import vllm_block_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRE_ALL = os.environ.get("KVMMU_REQUIRE_ALL", "") not in ("", "0")
-MAY_BE_SKIPPED = ("gpu", "needs_chromium", "needs_traces", "needs_vllm")
+MAY_BE_SKIPPED = (
+    "gpu", "needs_chromium", "needs_nixl", "needs_prometheus", "needs_traces", "needs_vllm",
+)  # fmt: skip
 
 for name, examples, steps in (("quick", 20, 30), ("default", 100, 50), ("deep", 5000, 100)):
     settings.register_profile(

@@ -33,7 +33,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (
             ["stepp"],
-            "no benchmark is called 'stepp'; there are: move, plan, pool, step, table, views",
+            "no benchmark is called 'stepp'; "
+            "there are: move, plan, pool, step, table, transfer, views, watching",
         ),
         (["step", "--vllm", "nowhere"], "--vllm nowhere"),
         (["step", "--llfree", "nowhere"], "--llfree nowhere"),

@@ -25,9 +25,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "kvmmu"
 EXTRAS = {
-    "cli", "config", "html", "testing", "torch", "cuda12", "cuda13", "test", "dev", "example",
+    "cli", "config", "html", "metrics", "testing", "torch", "cuda12", "cuda13", "test", "dev",
+    "example", "nixl",
 }  # fmt: skip
-CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python"}
+CRATES = {"kvmmu", "kvmmu-copy", "kvmmu-python", "kvmmu-record"}
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 
 

@@ -259,7 +259,13 @@ def test_a_wait_is_counted_by_what_the_head_waited_for() -> None:
     queue.arrive(1, 10, 1)
     queue.pass_step("memory")
     queue.pass_step(None)
-    assert queue.waited(queue.head) == {"prefill": 0, "rows": 0, "memory": 1, "shape": 1}
+    assert queue.waited(queue.head) == {
+        "prefill": 0,
+        "batch": 0,
+        "memory": 1,
+        "shape": 1,
+        "tables": 0,
+    }
     queue.pop()
     assert queue.waited(queue.head)["shape"] == 0
     queue.again(7, 10, 3)
@@ -378,6 +384,20 @@ def test_memory_is_given_back_when_the_load_falls_and_taken_when_it_returns(poli
     assert 0 < found["returned"] <= 1 and found["returnable_low"] is not None
     still = run(changed(scenario.model_dump(mode="json"), server={"spare": None}), policy)
     assert found["finished"] >= 0.8 * still["finished"]
+
+
+def test_runs_of_a_128k_are_of_so_many_tokens_whatever_a_block_holds() -> None:
+    """Each lies in one run, so that there are 131,072 / 112,000 of them."""
+    length = {"prompt": {"fixed": 111_990}, "output": {"fixed": 10}}
+    for block_size in (16, 64):
+        scenario = changed(
+            MIX,
+            pool={"num_blocks": 458_752 // block_size, "block_size": block_size},
+            kinds=[{"name": "long", "share": 1.0, **length}],
+            phases=[{"length": "20s", "rate": 0.5}],
+        )
+        found = soak_one(Task(scenario, "contiguous-oracle", hours=15 / 3600))
+        assert found["runs_long"] == pytest.approx(131_072 / 112_000, rel=0.001)
 
 
 def test_the_first_tokens_lie_in_one_run_where_the_scenario_asks_for_it() -> None:

@@ -20,6 +20,7 @@ from kvmmu import (
     Storage,
     block_runs,
     byte_ranges,
+    pair_ranges,
     pair_runs,
 )
 
@@ -193,6 +194,86 @@ def test_a_run_that_leaves_the_pool_is_refused(runs: list[tuple[int, int]], bloc
 def test_runs_of_another_form_are_refused(runs: Any) -> None:
     with pytest.raises(InvalidConfig):
         byte_ranges(storage(), runs)
+
+
+# -- the bytes of a pair -----------------------------------------------------------------------
+
+
+def a_peer_of(where: Storage, gap: int) -> Storage:
+    """Its regions elsewhere, the first with ``gap`` bytes between blocks."""
+    return Storage(
+        [
+            Region(
+                address=(1 << 40) + index * (1 << 32),
+                stride=region.block_bytes + gap * (index == 0),
+                block_bytes=region.block_bytes,
+                num_blocks=region.num_blocks,
+            )
+            for index, region in enumerate(where.regions)
+        ],
+        where.num_blocks,
+    )
+
+
+@given(blocks_of, blocks_of, st.sampled_from([0, 3]))
+def test_pair_ranges_are_those_of_a_plain_loop(
+    local: list[int], remote: list[int], gap: int
+) -> None:
+    count = min(len(local), len(remote))
+    here = storage()
+    there = a_peer_of(here, gap)
+    runs = pair_runs(np.array(local[:count], np.int64), np.array(remote[:count], np.int64))
+    ranges = pair_ranges(here, there, [(7, 9, 0), *runs])  # an empty run has no bytes
+    for one, other, found in zip(here.regions, there.regions, ranges, strict=True):
+        assert found.dtype == np.int64
+        expected = []
+        dense = one.stride == one.block_bytes == other.stride
+        single = [(a + k, b + k, 1) for a, b, n in runs for k in range(n)]
+        for a, b, size in runs if dense else single:
+            addresses = [one.address + a * one.stride, other.address + b * other.stride]
+            expected.append([*addresses, size * one.block_bytes])
+        assert found.tolist() == expected
+
+
+def test_neighbours_at_one_end_alone_stay_two_descriptors() -> None:
+    here = Storage.from_numpy([np.zeros((11, 8), np.uint8)])
+    (ranges,) = pair_ranges(here, a_peer_of(here, 0), [(4, 1, 2), (6, 8, 2)])
+    base = here.regions[0].address
+    assert ranges.tolist() == [
+        [base + 32, (1 << 40) + 8, 16],
+        [base + 48, (1 << 40) + 64, 16],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([(0, 0, 201)], "the local storage has 200"),
+        ([(0, 199, 2)], "the remote storage has 200"),
+        ([(-1, 0, 1)], "run 0 is 1 blocks from -1 on, but the local"),
+    ],
+)
+def test_a_pair_that_leaves_either_pool_is_refused(runs: Any, said: str) -> None:
+    with pytest.raises(InvalidBlock, match=said):
+        pair_ranges(storage(), a_peer_of(storage(), 0), runs)
+
+
+@pytest.mark.parametrize("runs", [[(1, 2, -1)], [(1, 2)], [(1.0, 2, 3)], [1, 2, 3], [(1, 2, 3, 4)]])
+def test_pairs_of_another_form_are_refused(runs: Any) -> None:
+    with pytest.raises(InvalidConfig):
+        pair_ranges(storage(), a_peer_of(storage(), 0), runs)
+
+
+def test_memories_of_another_shape_are_no_pair() -> None:
+    one = Storage.from_numpy([np.zeros((5, 8), np.uint8)])
+    two = Storage.from_numpy([np.zeros((5, 8), np.uint8), np.zeros((5, 8), np.uint8)])
+    wider = Storage.from_numpy([np.zeros((5, 16), np.uint8)])
+    with pytest.raises(InvalidConfig, match=r"1 local regions .* 2 remote") as caught:
+        pair_ranges(one, two, [])
+    assert caught.value.numbers == {"local": 1, "remote": 2}
+    with pytest.raises(InvalidConfig, match="region 0: blocks of 8 bytes here, of 16") as caught:
+        pair_ranges(one, wider, [])
+    assert caught.value.numbers == {"region": 0, "local": 8, "remote": 16}
 
 
 # -- Mover -----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         BlockMap,
         BlockTables,
         DirtyRows,
+        Events,
         Measure,
         Moves,
         Plan,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         InvalidLease,
         InvalidMessage,
         InvalidPlan,
+        InvalidRecording,
         InvalidStep,
         KVCacheError,
         LimitExceeded,
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     from .ranks import Channel, PendingMoves, RankedCompaction, serve_rank
     from .snapshots import Snapshot, snapshot
     from .storage import Region, Storage
-    from .transfer import block_runs, byte_ranges, pair_runs
+    from .transfer import block_runs, byte_ranges, pair_ranges, pair_runs
 
 __all__ = [
     "MMU",
@@ -83,6 +85,7 @@ __all__ = [
     "Channel",
     "ConcurrentUse",
     "DirtyRows",
+    "Events",
     "Fragmented",
     "HostPages",
     "InternalError",
@@ -91,6 +94,7 @@ __all__ = [
     "InvalidLease",
     "InvalidMessage",
     "InvalidPlan",
+    "InvalidRecording",
     "InvalidStep",
     "KVCacheError",
     "Lease",
@@ -127,6 +131,7 @@ __all__ = [
     "block_runs",
     "byte_ranges",
     "compact",
+    "pair_ranges",
     "pair_runs",
     "prefix_groups",
     "run_plan",
@@ -142,6 +147,7 @@ _HOME = {
     "CascadeLevel": "cascade",
     "Channel": "ranks",
     "DirtyRows": "_core",
+    "Events": "_core",
     "MMU": "_core",
     "Measure": "_core",
     "Mover": "movers",
@@ -165,6 +171,7 @@ _HOME = {
     "block_runs": "transfer",
     "byte_ranges": "transfer",
     "compact": "compaction",
+    "pair_ranges": "transfer",
     "pair_runs": "transfer",
     "prefix_groups": "cascade",
     "run_plan": "compaction",

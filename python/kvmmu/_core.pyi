@@ -6,7 +6,8 @@ Errors are those of :mod:`kvmmu.errors`; each is raised before anything has chan
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, final
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ __all__ = [
     "BlockMap",
     "BlockTables",
     "DirtyRows",
+    "Events",
     "Measure",
     "Moves",
     "Plan",
@@ -24,6 +26,8 @@ __all__ = [
     "SequenceInfo",
     "__version__",
     "_after_fork",
+    "_flush_recordings",
+    "_unpack_records",
     "build",
     "copy_blocks",
     "cpu_features",
@@ -89,6 +93,11 @@ class MMU:
         page_aware: of the tenth that goes first, drop the blocks whose aligned groups of 512 have
             the fewest blocks that are neither empty nor evictable, so that whole groups become
             empty.
+        events: changes of the prefix index that are kept for :meth:`events`, 0 .. 2**24, each with
+            the tokens of a block; 0: none are noted. Needs ``prefix_caching``.
+        record: file in which all calls are recorded (see :mod:`kvmmu.recorder`); one that is there
+            already is kept, and ``NAME.1``, ``NAME.2``, ... is begun. None: what the variable
+            ``KVMMU_RECORD`` names, if it is set; False: none.
 
     Raises:
         InvalidConfig: names the argument, what was given and what is allowed.
@@ -120,6 +129,8 @@ class MMU:
         seed: int = 0,
         eviction: str = "lru",
         page_aware: bool = True,
+        events: int = 0,
+        record: str | Literal[False] | None = None,
     ) -> MMU: ...
     @property
     def num_blocks(self) -> int: ...
@@ -366,14 +377,44 @@ class MMU:
     def stats(self) -> dict[str, int]:
         """Counters since the start, among them: ``opened, closed, forked, appended_tokens,
         prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
-        moves_begun, moves_committed, moves_dropped, moves_aborted, freed_blocks, left_cached,
-        given_back, taken_back``."""
+        plans_begun, plans_stopped_early, moves_begun, moves_committed, moves_dropped,
+        moves_aborted, freed_blocks, left_cached, given_back, taken_back``."""
     def measure(self) -> Measure: ...
     def block_map(self) -> BlockMap:
         """What every physical block is, at one moment: it waits for the verbs that are under way, and
         those that come meanwhile wait for it (about a millisecond for 90,000 blocks). What a step in
         flight has been told to do counts as done: blocks that it copies or writes are those of their
         new owners already. O(blocks), however often each is shared."""
+
+    # -- for those who watch ---------------------------------------------------------------
+    def time_operations(self, every: int) -> None:
+        """Times about one call in ``every`` of each operation from now on, conversion of arguments
+        included; 0: none, as when it is made. 0 .. 2**20."""
+    def operation_times(self) -> dict[str, tuple[list[int], float]]:
+        """Of the calls that were timed, by operation: how many took at most so long, by
+        :meth:`operation_time_bounds` (and one number more: those above), and the seconds of all.
+        Operations of which no call was timed are left out."""
+    @staticmethod
+    def operation_time_bounds() -> list[float]:
+        """Upper bounds in seconds, ascending."""
+    def events(self, since: int) -> Events:
+        """What became of published blocks from the event number ``since`` on, as far as it is still
+        known: see :class:`Events`. Begin with 0, go on with ``events.next``.
+
+        Raises:
+            InvalidConfig: it was made with ``events=0``; a number that no event has and the next
+                will not have either (the reader knows another manager).
+        """
+    def published(self) -> Events:
+        """All that is published now, as if it were stored at this moment, parents before children:
+        for a reader who begins, or has lost events, and goes on with ``events.next``. Numbers are
+        -1. Copies the tokens of all of it, and ``open`` and ``written`` wait meanwhile."""
+    @property
+    def recording(self) -> _Recording | None:
+        """``file``, ``bytes`` in it so far, and ``failure``: why nothing is recorded any more. None:
+        no calls are recorded."""
+    def flush_recording(self) -> None:
+        """Waits, at most ten seconds, until all calls so far are in the file."""
 
     # -- compaction ------------------------------------------------------------------------
     def plan_free_run(self, num_blocks: int, *, max_blocks: int | None = None) -> Plan:
@@ -405,6 +446,9 @@ class MMU:
     def ready(self, num_blocks: int) -> bool:
         """Whether a run of so many blocks is to be had now, by evicting at most. After ``Fragmented``
         the passes that :meth:`plan_compaction` plans make what was refused first."""
+    @property
+    def keeps_guarantee(self) -> bool:
+        """Whether it was made to keep the guarantee."""
     def guarantee(self) -> dict[str, int]:
         """How memory stands against the guarantee: ``live`` blocks (neither empty nor evictable),
         ``windows`` that hold at least one of them, ``allowed`` windows, moves that are ``owed`` to come
@@ -840,6 +884,56 @@ class Measure:
         among them, and untouched."""
 
 @final
+class Events:
+    """A stretch of changes of the prefix index, ``k`` of them in order. Numbers count from 0 and
+    have no gaps; what fell out of the ring before it was asked for is told by ``lost``, and whoever
+    sees that begins again with :meth:`MMU.published`.
+
+    Two blocks may hold the same content: a hash can be found as long as one of them does.
+    """
+
+    STORED: ClassVar[int]
+    REMOVED: ClassVar[int]
+    MOVED: ClassVar[int]
+    @property
+    def lost(self) -> int:
+        """Events that were asked for and are no longer known, before the first of these."""
+    @property
+    def next(self) -> int:
+        """Number of the next event, to ask with."""
+    @property
+    def number(self) -> npt.NDArray[np.int64]:
+        """int64 [k]."""
+    @property
+    def kind(self) -> npt.NDArray[np.uint8]:
+        """uint8 [k]: ``STORED`` (0), ``REMOVED`` (1) or ``MOVED`` (2)."""
+    @property
+    def block(self) -> npt.NDArray[np.int32]:
+        """int32 [k]."""
+    @property
+    def moved_to(self) -> npt.NDArray[np.int32]:
+        """int32 [k]; -1 unless moved."""
+    @property
+    def hash(self) -> npt.NDArray[np.uint64]:
+        """uint64 [k, 2], low word first: 128-bit chained hash of what the block holds, equal in
+        every process for equal tokens, salt and extra keys."""
+    @property
+    def parent(self) -> npt.NDArray[np.uint64]:
+        """uint64 [k, 2]: the hash of the prefix in front; 0: first block of a prompt."""
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """int32 [k, block_size]; zeros unless stored."""
+    @property
+    def keys(self) -> dict[int, tuple[bytes, bytes | None]]:
+        """Index of a stored block to (salt, extra key), for those that have either."""
+    def __len__(self) -> int: ...
+
+class _Recording(TypedDict):
+    file: Path
+    bytes: int
+    failure: str | None
+
+@final
 class Plan:
     """Proposed moves with their expected effect; a plain value."""
 
@@ -916,6 +1010,8 @@ def copy_blocks(
     """
 
 def _after_fork() -> None: ...
+def _flush_recordings() -> None: ...
+def _unpack_records(stored: bytes, raw: int) -> bytes: ...
 def cpu_features() -> dict[str, Any]:
     """What the CPU mover found: ``avx2``, ``non_temporal`` (bool each)."""
 

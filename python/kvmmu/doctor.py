@@ -64,6 +64,7 @@ def examine() -> list[Finding]:
         _package("pydantic", "files of settings", "kvmmu[config]"),
         _package("PyYAML", "files of settings", "kvmmu[config]"),
         _package("hypothesis", "fuzzing of allocators", "kvmmu[testing]"),
+        _package("prometheus-client", "metrics", "kvmmu[metrics]"),
         _package("torch", "KVCache on tensors", "kvmmu[torch]"),
         _driver(found),
         _cupy(found),
@@ -117,7 +118,7 @@ def _huge_pages() -> Finding:
 def _self_check() -> Finding:
     """Opens a sequence, exports it and lets the core recount itself."""
     try:
-        mmu = _core.MMU(8, 4)
+        mmu = _core.MMU(8, 4, record=False)
         sequence = mmu.open(np.arange(9, dtype=np.int32))
         tables = mmu.register_tables(
             np.empty((1, 8), dtype=np.int32),

@@ -21,6 +21,7 @@ __all__ = [
     "InvalidLease",
     "InvalidMessage",
     "InvalidPlan",
+    "InvalidRecording",
     "InvalidStep",
     "KVCacheError",
     "LimitExceeded",
@@ -114,6 +115,11 @@ class InvalidLease(KVCacheError, ValueError):
 class InvalidPlan(KVCacheError, ValueError):
     """A plan or a set of moves that cannot be begun, committed or read. Numbers: ``epoch``
     where there is one."""
+
+
+class InvalidRecording(KVCacheError, ValueError):
+    """A file of the flight recorder that is none, of another version, or damaged. Numbers:
+    ``offset`` (bytes), and ``version`` where that is another."""
 
 
 class InvalidMessage(KVCacheError, ValueError):

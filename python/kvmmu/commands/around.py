@@ -1,7 +1,7 @@
 """What every command has around its work.
 
-What lives here: exit codes, messages, files that must be writable before a run, Ctrl-C. What never
-lives here: a command.
+What lives here: exit codes, messages, files and ports that must be there before a run, Ctrl-C. What
+never lives here: a command.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 import typer
 
-from ..errors import InternalError, InvalidConfig, KVCacheError, MissingExtra
+from ..errors import InternalError, InvalidConfig, InvalidRecording, KVCacheError, MissingExtra
 from ..replay import traces
+
+if TYPE_CHECKING:
+    from ..metrics import Collector
 
 __all__ = [
     "BAD_INPUT",
@@ -31,6 +34,7 @@ __all__ = [
     "check_writable",
     "complain",
     "exit_codes",
+    "serve_metrics",
     "show",
     "stop_on_ctrl_c",
     "write_json",
@@ -52,7 +56,7 @@ def exit_codes() -> Iterator[None]:
     """Errors that are somebody's input become a sentence and exit code 2."""
     try:
         yield
-    except (traces.TraceError, InvalidConfig, MissingExtra) as error:
+    except (traces.TraceError, InvalidConfig, InvalidRecording, MissingExtra) as error:
         complain(str(error))
         raise typer.Exit(BAD_INPUT) from None
     except InternalError as error:
@@ -110,6 +114,29 @@ def write_text(file: str, text: str, option: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidConfig(f"{option}: {file} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def serve_metrics(port: int | None) -> Iterator[Collector | None]:
+    """Serves metrics on a port while a command runs, if one was asked for: ``--metrics-port``.
+
+    Raises:
+        InvalidConfig: the port is taken or not allowed, before anything runs.
+        MissingExtra: prometheus-client is not installed.
+    """
+    if port is None:
+        yield None
+        return
+    from .. import metrics
+
+    registry = metrics.CollectorRegistry()
+    try:
+        server = metrics.serve(port, registry)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"--metrics-port: {error}") from None
+    with server:
+        complain(f"metrics: {server.url}")
+        yield metrics.Collector(registry)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ import rich.console
 import rich.progress
 import typer
 
+from ..errors import InvalidConfig
 from ..replay.options import in_range
-from .around import CHECK_FAILED, check_writable, exit_codes, show, write_json
+from .around import CHECK_FAILED, check_writable, complain, exit_codes, show, write_json
 
 __all__ = ["fuzz"]
 
@@ -32,13 +33,26 @@ class Driver(Enum):
 
 def fuzz(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="TARGET",
             help="package.module:factory, which makes an allocator.",
             show_default=False,
         ),
-    ],
+    ] = None,
+    recording: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Instead: make the calls of a recording (KVMMU_RECORD) again, and shorten a "
+            "failure for as long as --seconds.",
+            show_default=False,
+        ),
+    ] = None,
+    every: Annotated[
+        int, typer.Option(help="With --from: recount after every so many calls only.")
+    ] = 1,
     seconds: Annotated[float, typer.Option(help="How long to look for a fault.")] = 60,
     examples: Annotated[
         int | None, typer.Option(help="Stop after so many as well.", show_default=False)
@@ -60,9 +74,17 @@ def fuzz(
 ) -> None:
     """Call an allocator at random, and compare it with what it should be."""
     with exit_codes():
+        if (target is None) == (recording is None):
+            given = "none" if target is None else "both"
+            raise InvalidConfig(f"TARGET, --from: {given} given, allowed: one of them")
+        in_range("every", every, 1, 10**9)
+        in_range("seconds", seconds, 0.001, 10**7)
+        if recording is not None:
+            _again(recording, every, seconds, json_file, quiet)
+            return
+        assert target is not None
         from .. import testing
 
-        in_range("seconds", seconds, 0.001, 10**7)
         in_range("examples", 1 if examples is None else examples, 1, 10**12)
         in_range("steps", steps, 1, 10**4)
         in_range("seed", 0 if seed is None else seed, 0, 2**63)
@@ -110,6 +132,53 @@ def fuzz(
         for note in getattr(fault, "__notes__", ()):
             show(note, as_is=True)
         raise typer.Exit(CHECK_FAILED)
+
+
+def _again(file: str, every: int, seconds: float, json_file: str | None, quiet: bool) -> None:
+    """A recording, call by call."""
+    from .. import recorder
+
+    if json_file is not None:
+        check_writable(json_file)
+    try:
+        recording = recorder.read(file)
+    except OSError as error:
+        raise InvalidConfig(f"--from: {file} cannot be read: {error.strerror}") from None
+    if recording.truncated is not None:
+        complain(f"{file} ends within the frame at {recording.truncated}: what was there is lost")
+    result = recorder.replay(recording, every=every)
+    for call, what in result.differs:
+        complain(f"call {call.number} ({call.name}) {what}")
+    if result.num_differs > len(result.differs):
+        complain(f"{result.num_differs - len(result.differs)} calls more ended otherwise")
+    fault = None
+    if result.failure is not None:
+        end = monotonic() + seconds
+        fault = recorder.shortest(recording, result.failure, watch=lambda: monotonic() >= end)
+    if json_file is not None:
+        found = None
+        if result.failure is not None and fault is not None:
+            found = {
+                "call": result.failure.call.number,
+                "message": result.failure.message,
+                "sequence": fault.sequence,
+            }
+        figures = {
+            "recording": file,
+            "truncated": recording.truncated,
+            "calls": result.calls,
+            "differ": result.num_differs,
+            "fault": found,
+        }
+        write_json(json_file, figures)
+    if fault is None:
+        if not quiet:
+            show(f"no invariant broken in {result.calls:,} calls")
+        return
+    show(f"{type(fault).__name__} {result.failure}\n{fault}", as_is=True)
+    for note in getattr(fault, "__notes__", ()):
+        show(note, as_is=True)
+    raise typer.Exit(CHECK_FAILED)
 
 
 @contextmanager

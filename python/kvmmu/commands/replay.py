@@ -31,6 +31,7 @@ from .around import (
     check_writable,
     complain,
     exit_codes,
+    serve_metrics,
     show,
     stop_on_ctrl_c,
     write_json,
@@ -164,6 +165,14 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Serve metrics for Prometheus on this port of 127.0.0.1 (0: one that is free).",
+            show_default=False,
+        ),
+    ] = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave bad lines of a trace out, count them.")
     ] = False,
@@ -215,13 +224,24 @@ def replay(
             check_writable(json_file)
         history = None if html_file is None else _history(html_file, one_at_a_time)
         requests = _requests(trace, sample, seed, rate, minutes, limit, skip_bad_lines)
-        with stop_on_ctrl_c() as stopped, _progress(quiet, len(requests)) as advance:
+        with (
+            serve_metrics(metrics_port) as collector,
+            stop_on_ctrl_c() as stopped,
+            _progress(quiet, len(requests)) as advance,
+        ):
 
             def watch(totals: Totals) -> bool:
                 advance(totals)
                 return stopped()
 
-            figures = run_replay(requests, options, watch=watch, say=complain, onlooker=history)
+            figures = run_replay(
+                requests,
+                options,
+                watch=watch,
+                say=complain,
+                onlooker=history,
+                collector=collector,
+            )
         if json_file is not None:
             write_json(json_file, figures)
         if html_file is not None and history is not None:

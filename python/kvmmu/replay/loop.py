@@ -145,13 +145,21 @@ class Serving:
             self._join(request)
         for waiting in self._queue.leave(self._tick):
             self._stuck_on = None
-            waited = self._queue.waited(waiting)
-            self._totals.waits.append((waiting.request, waited))
+            waited = self._tell_wait(waiting)
             self._totals.timed_out.append((waiting.request, waited))
             self._totals.long_timeouts += (
                 int(self._trace.prompt_tokens[waiting.request]) > LONG_PROMPT
             )
             self._never_runs(waiting.request)
+
+    def _tell_wait(self, waiting: Waiting) -> dict[str, int]:
+        """A wait is over: steps by cause."""
+        waited = self._queue.waited(waiting)
+        self._totals.waits.append((waiting.request, waited))
+        for cause, steps in waited.items():
+            if steps:
+                self._totals.wait(cause, steps * self._options.step_s)
+        return waited
 
     def _join(self, request: int) -> None:
         prompt = int(self._trace.prompt_tokens[request])
@@ -222,7 +230,7 @@ class Serving:
             self._mmu.cached_tokens(sequence) if parent is None else self._written(parent, known)
         )
         if not waiting.reopened:
-            self._totals.waits.append((request, self._queue.waited(waiting)))
+            self._tell_wait(waiting)
             self._totals.admit(waiting.known, found, size)
             self._settle(request)
         self._running.add(
@@ -266,7 +274,7 @@ class Serving:
         try:
             return None, self._mmu.open(tokens, shape)
         except (OutOfBlocks, OutOfTables) as error:
-            cause = "shape" if isinstance(error, Fragmented) else "memory"
+            cause = _cause(error)
             if self._running.n or self._chains or self._bring_back():
                 return self._fail(waiting, cause), None
             self._refuse(waiting.request, str(error))
@@ -366,7 +374,8 @@ class Serving:
         if totals.steps % SHARING_EVERY == 0 and self._options.contents:
             totals.wasted_blocks = max(totals.wasted_blocks, wasted(self._machine, running))
             totals.wasted_samples += 1
-        if 9 in self._options.page_orders and totals.steps % COVER_EVERY == 0:
+        pages = 9 in self._options.page_orders and self._options.contents
+        if pages and totals.steps % COVER_EVERY == 0:
             regions, huge = separable(self._machine, running)
             totals.separable_sum += regions
             totals.separable_huge_sum += huge
@@ -524,7 +533,7 @@ class Serving:
             self._stuck_on = None
             self._refuse(request, "out of blocks although nothing else runs")
             return
-        totals.preempted += 1
+        totals.preempt()
         self._throw_out(row)
 
     def _throw_out(self, row: int) -> None:
@@ -584,3 +593,10 @@ class Serving:
                 else math.nan,
             )
         self._moved = 0
+
+
+def _cause(error: OutOfBlocks | OutOfTables) -> str:
+    """Of a wait."""
+    if isinstance(error, Fragmented):
+        return "shape"
+    return "tables" if isinstance(error, OutOfTables) else "memory"

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from time import perf_counter_ns
-from typing import Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from .._core import MMU, BlockMap, BlockTables, Measure, Plan, Quote, SequenceIn
 from ..compaction import compact, run_plan
 from ..movers import SupportsMove
 from .faults import FaultyMover, InjectedFault
+
+if TYPE_CHECKING:
+    from ..metrics import Watched
 
 __all__ = ["LONG_PROMPT", "SHORT", "Onlooker", "Shape", "TimedMMU", "Totals"]
 
@@ -72,6 +75,11 @@ class TimedMMU:
         self.total_ns = self._lap_from = 0
         self.laps = array("q")
 
+    @property
+    def core(self) -> MMU:
+        """The MMU itself, whose calls take no time here."""
+        return self._mmu
+
     def lap(self) -> None:
         self.laps.append(self.total_ns - self._lap_from)
         self._lap_from = self.total_ns
@@ -113,7 +121,7 @@ class TimedMMU:
         return self.timed(lambda mmu: mmu.info(sequence))
 
     def regions(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        return self._timed(lambda: self._mmu.regions(sequence))
+        return self.timed(lambda mmu: mmu.regions(sequence))
 
     def cached_tokens(self, sequence: int) -> int:
         return self.timed(lambda mmu: mmu.info(sequence).num_cached_tokens)
@@ -287,7 +295,7 @@ class Totals:
     """(request, steps waited by cause) of every request that was admitted first or left."""
     timed_out: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     """The same, of those whose clients left."""
-    failures: dict[str, int] = field(default_factory=lambda: {"memory": 0, "shape": 0})
+    failures: dict[str, int] = field(default_factory=lambda: {"memory": 0, "shape": 0, "tables": 0})
     """Requests that were refused at the head of the queue, by the reason."""
     continued: int = 0
     """Continuations opened as forks; parked sequences that were dropped for others."""
@@ -333,10 +341,23 @@ class Totals:
     verified_tokens: int = 0
     mismatches: int = 0
     interrupted: bool = False
+    engine: Watched | None = None
+    """Who is told of waits and preemptions as they happen."""
+
+    def preempt(self) -> None:
+        """Counts a running request that was thrown out."""
+        self.preempted += 1
+        if self.engine is not None:
+            self.engine.preempted()
+
+    def wait(self, cause: str, seconds: float) -> None:
+        """A request waited so many simulated seconds in the queue for this cause."""
+        if self.engine is not None:
+            self.engine.waited(cause, seconds)
 
     def begin_anew(self, stats: dict[str, int]) -> None:
         """Forgets all but the number of requests; the core's counters count from ``stats`` on."""
-        fresh = Totals(requests=self.requests, stats_before=stats)
+        fresh = Totals(requests=self.requests, stats_before=stats, engine=self.engine)
         for entry in fields(self):
             setattr(self, entry.name, getattr(fresh, entry.name))
 

@@ -45,9 +45,9 @@ class Policy:
         return None
 
     def has_no_room(self, running: Running) -> str | None:
-        """What one more request would wait for, blocks apart: "rows", "prefill" or None."""
+        """What one more request would wait for, blocks apart: "batch", "prefill" or None."""
         if running.n >= running.rows:
-            return "rows"
+            return "batch"
         if running.n == 0 or running.prefill_left < max(1.0, self._per_step):
             return None
         return "prefill"

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 __all__ = ["CAUSES", "Queue", "Waiting"]
 
-CAUSES = ("prefill", "rows", "memory", "shape")
+CAUSES = ("prefill", "batch", "memory", "shape", "tables")
 """What the head waits for: prefill of others, a row of the batch, blocks, blocks in the shape that
-it requires (enough of them are available)."""
+it requires (enough of them are available), page-table nodes."""
 
 
 @dataclass(slots=True)

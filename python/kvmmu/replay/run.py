@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..preheat import Preheated
 from .alone import Alone
@@ -20,6 +20,9 @@ from .options import Options
 from .report import figures
 from .traces import Trace
 from .verify import Verifier
+
+if TYPE_CHECKING:
+    from ..metrics import Collector
 
 __all__ = ["Served", "replay", "serve"]
 
@@ -50,6 +53,7 @@ def serve(
     until_s: float | None = None,
     warm_up_s: float = 0.0,
     onlooker: Onlooker | None = None,
+    collector: Collector | None = None,
 ) -> Served:
     """Runs a trace.
 
@@ -61,6 +65,8 @@ def serve(
         until_s: simulated seconds after which the run ends; None: when all have finished.
         warm_up_s: simulated seconds of which nothing is counted.
         onlooker: told of every step, and of passes of compaction; not of requests one at a time.
+        collector: of metrics: watches the manager as ``"replay"`` while it runs. Waits are told in
+            simulated seconds.
 
     Raises:
         InvalidConfig: the machine does not have the memory for this.
@@ -81,12 +87,27 @@ def serve(
     machine = Machine(options, rows=rows, longest=longest, slots=slots)
     machine.mmu.onlooker = onlooker
     verifier = Verifier(machine, totals, options.seed, say) if options.verify else None
-    if options.one_at_a_time:
-        Alone(trace, options, machine, totals, verifier, watch).run()
-    else:
-        Serving(
-            trace, options, machine, totals, verifier, watch, until_s=until_s, warm_up_s=warm_up_s
-        ).run()
+    if collector is not None:
+        block_bytes = 8 * (options.block_size + 1)  # contents, and the owner
+        totals.engine = collector.add(machine.mmu.core, "replay", block_bytes=block_bytes)
+    try:
+        if options.one_at_a_time:
+            Alone(trace, options, machine, totals, verifier, watch).run()
+        else:
+            serving = Serving(
+                trace,
+                options,
+                machine,
+                totals,
+                verifier,
+                watch,
+                until_s=until_s,
+                warm_up_s=warm_up_s,
+            )
+            serving.run()
+    finally:
+        if collector is not None:
+            collector.remove("replay")
     return Served(totals, machine.mmu, perf_counter() - start, machine.preheated)
 
 
@@ -97,13 +118,14 @@ def replay(
     watch: Callable[[Totals], bool] = lambda totals: False,
     say: Callable[[str], None] = lambda sentence: None,
     onlooker: Onlooker | None = None,
+    collector: Collector | None = None,
 ) -> dict[str, Any]:
     """Runs a whole trace; arguments and errors as for :func:`serve`.
 
     Returns:
         the figures of :mod:`.report`.
     """
-    served = serve(trace, options, watch=watch, say=say, onlooker=onlooker)
+    served = serve(trace, options, watch=watch, say=say, onlooker=onlooker, collector=collector)
     found = figures(trace, options, served.totals, served.mmu, served.wall_s)
     preheated = served.preheated
     return {**found, "preheated": None if preheated is None else asdict(preheated)}

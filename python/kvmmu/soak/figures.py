@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MEASURES", "Measure", "figures"]
 
 LOW_USE = 0.5
-BLOCKS_OF_128K = 8192
+TOKENS_OF_128K = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +132,14 @@ MEASURES = (
         "runs_long",
         "runs of a 128k",
         ".1f",
-        "runs of a long sequence at its end, per 8,192 blocks, mean",
+        "runs of a long sequence at its end, per 131,072 tokens, mean",
     ),
     Measure(
         "pair_runs_long",
         "pair runs of a 128k",
         ".1f",
-        "runs that are consecutive at both ends in the same order, per 8,192 blocks: the receiving "
-        "end has the blocks of the long sequence that finished before",
+        "runs that are consecutive at both ends in the same order, per 131,072 tokens: the "
+        "receiving end has the blocks of the long sequence that finished before",
     ),
     Measure("runs_short", "runs of a short", ".1f", "runs of a short sequence at its end, mean"),
     Measure("runs_all", "runs of all", ".1f", "runs of running sequences, mean"),
@@ -216,7 +216,7 @@ def figures(
         "running_mean": totals.running_sum / steps,
         "pool_used": totals.live_sum / steps / options.blocks,
         "shape_failures": totals.failures["shape"],
-        "memory_failures": totals.failures["memory"],
+        "memory_failures": totals.failures["memory"] + totals.failures["tables"],
         "out_of_memory_events": totals.preempted + totals.refused,
         "timeouts": _ratio(len(totals.timed_out), len(totals.waits)),
         "timeouts_long": _ratio(waits.long_left, waits.long),
@@ -229,8 +229,8 @@ def figures(
         "returned": _ratio(totals.offline_sum, totals.idle_sum),
         "ratio_available": _ratio(totals.ratio_sum, totals.measured),
         "ratio_empty": _ratio(totals.ratio_empty_sum, totals.measured),
-        "runs_long": _per_128k(totals.pairs_at_end, 1),
-        "pair_runs_long": _per_128k(totals.pairs_at_end, 2),
+        "runs_long": _per_128k(totals.pairs_at_end, 1, options.block_size),
+        "pair_runs_long": _per_128k(totals.pairs_at_end, 2, options.block_size),
         "runs_short": _mean(totals.runs_at_end["short"]),
         "runs_all": _ratio(totals.runs_sum, totals.runs_steps),
         "holds_tokens": _ratio(totals.tokens_sum, totals.slots_sum),
@@ -314,6 +314,6 @@ def _p99(values: npt.NDArray[np.float64]) -> float | None:
     return float(np.percentile(values, 99)) if len(values) else None
 
 
-def _per_128k(pairs: Sequence[tuple[int, int, int]], which: int) -> float | None:
-    """Mean runs per 8,192 blocks."""
-    return _mean([BLOCKS_OF_128K * entry[which] / entry[0] for entry in pairs])
+def _per_128k(pairs: Sequence[tuple[int, int, int]], which: int, block_size: int) -> float | None:
+    """Mean runs per 131,072 tokens, whatever a block holds."""
+    return _mean([TOKENS_OF_128K / block_size * entry[which] / entry[0] for entry in pairs])

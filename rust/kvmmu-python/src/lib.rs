@@ -13,6 +13,7 @@ mod mmu;
 mod pool;
 mod tables;
 mod values;
+mod verbs;
 
 /// The compiled core of kvmmu.
 #[pymodule(gil_used = false)]
@@ -32,7 +33,10 @@ mod _core {
     #[pymodule_export]
     use super::tables::{BlockTables, DirtyRows};
     #[pymodule_export]
-    use super::values::{BlockMap, Measure, Moves, Plan, Quote, SequenceInfo};
+    use super::values::{BlockMap, Events, Measure, Moves, Plan, Quote, SequenceInfo};
+
+    #[pymodule_export]
+    use super::verbs::{_flush_recordings, _unpack_records};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -47,6 +51,11 @@ mod _core {
         keywords.set_item("after_in_child", module.getattr("_after_fork")?)?;
         let os = module.py().import("os")?;
         os.call_method("register_at_fork", (), Some(&keywords))?;
+        let flush = module.getattr("_flush_recordings")?;
+        module
+            .py()
+            .import("atexit")?
+            .call_method1("register", (flush,))?;
         module.add("build", format!("{profile} {arch}-{system}"))
     }
 }

@@ -2,7 +2,8 @@
 
 use std::ops::Deref;
 
-use kvmmu::{Config, Mmu, Opening, Zone};
+use kvmmu::{Config, Keys, Mmu, Opening, Zone};
+use kvmmu_record::{Body, Recording};
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -11,7 +12,8 @@ use crate::convert::{self, array, count, integer, keys, optional, ratio, share};
 use crate::errors::core_error;
 use crate::guard::Guard;
 use crate::tables::BlockTables;
-use crate::values::{self, BlockMap, Measure, Moves, Plan, Quote, SequenceInfo, internal};
+use crate::values::{self, BlockMap, Events, Measure, Moves, Plan, Quote, SequenceInfo, internal};
+use crate::verbs::{self, Times, Verb};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 /// First logical block of each region, and whether it is a huge page.
@@ -19,13 +21,63 @@ type Regions<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>);
 
 /// Decides which sequence holds which block, and what moves where.
 #[pyclass(frozen, module = "kvmmu._core")]
-pub struct MMU(Guard<Mmu>);
+pub struct MMU {
+    guard: Guard<Mmu>,
+    times: Times,
+    recording: Option<Recording>,
+}
 
 impl Deref for MMU {
     type Target = Guard<Mmu>;
 
     fn deref(&self) -> &Guard<Mmu> {
-        &self.0
+        &self.guard
+    }
+}
+
+impl MMU {
+    /// A call that changes what later ones find: timed and recorded, if somebody asked for that.
+    /// `call` is given its number in the recording; `value` says what of its result later calls name.
+    fn verb_of<R>(
+        &self,
+        py: Python<'_>,
+        verb: Verb,
+        arguments: impl FnOnce(&mut Body<'_>),
+        value: impl FnOnce(&R) -> Option<u64>,
+        call: impl FnOnce(u64) -> PyResult<R>,
+    ) -> PyResult<R> {
+        let _timed = self.times.start(verb);
+        let Some(recording) = &self.recording else {
+            return call(0);
+        };
+        self.check_process(py)?;
+        let number = recording.call(verb as u8, arguments);
+        let result = call(number);
+        verbs::note_outcome(py, recording, number, &result, value);
+        result
+    }
+
+    /// The same for a call of which no later one names anything.
+    fn verb<R>(
+        &self,
+        py: Python<'_>,
+        verb: Verb,
+        arguments: impl FnOnce(&mut Body<'_>),
+        call: impl FnOnce() -> PyResult<R>,
+    ) -> PyResult<R> {
+        self.verb_of(py, verb, arguments, |_| None, |_| call())
+    }
+
+    /// The same for a plan, which carries the number of the call.
+    fn planned(
+        &self,
+        py: Python<'_>,
+        verb: Verb,
+        arguments: impl FnOnce(&mut Body<'_>),
+        call: impl FnOnce(&Mmu) -> kvmmu::Result<kvmmu::Plan> + Send,
+    ) -> PyResult<Plan> {
+        let call = |number| Ok(Plan(self.long(py, call)?, number));
+        self.verb_of(py, verb, arguments, |_| None, call)
     }
 }
 
@@ -36,11 +88,12 @@ impl MMU {
         num_blocks, block_size=None, *, max_sequences=None, max_blocks_per_sequence=None,
         null_block=None, table_nodes=None, prefix_caching=true, placement=None, budget_blocks=None,
         windows_below=None, guarantee=None, gather_least=None, compaction_start=None, compaction_stop=None, anchor=None, page_orders=None, medium_from=None,
-        huge_from=None, hold_blocks=None, dedup=false, seed=0, eviction=None, page_aware=None
+        huge_from=None, hold_blocks=None, dedup=false, seed=0, eviction=None, page_aware=None,
+        events=None, record=None
     ), text_signature = "(num_blocks, block_size=16, *, max_sequences=1024, \
         max_blocks_per_sequence=None, null_block='last', table_nodes=None, prefix_caching=True, placement='address', \
         budget_blocks=32, windows_below=0.8, guarantee=None, gather_least=0.1, compaction_start=None, compaction_stop=0.3, anchor=0.15, page_orders=(0, 2, 9), medium_from=512, huge_from=2048, \
-        hold_blocks=8, dedup=False, seed=0, eviction='lru', page_aware=True)")]
+        hold_blocks=8, dedup=False, seed=0, eviction='lru', page_aware=True, events=0, record=None)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -67,6 +120,8 @@ impl MMU {
         seed: i64,
         eviction: Option<Any<'_, '_>>,
         page_aware: Option<Any<'_, '_>>,
+        events: Option<Any<'_, '_>>,
+        record: Option<Any<'_, '_>>,
     ) -> PyResult<Self> {
         let most_blocks = i64::from(kvmmu::MAX_BLOCKS);
         let whole = |value: Option<Any<'_, '_>>, name: &str, most: i64, default: u32| match value {
@@ -133,7 +188,19 @@ impl MMU {
         if let Some(value) = compaction_stop {
             config.compaction_stop = ratio(value, "compaction_stop")?;
         }
-        Guard::new(py, "MMU", || Mmu::new(config)).map(Self)
+        if let Some(value) = events {
+            let most = i64::from(kvmmu::MAX_EVENTS);
+            config.events = integer(value, "events", 0, most)? as u32;
+        }
+        let record = verbs::wanted(record)?;
+        let guard = Guard::new(py, "MMU", || Mmu::new(config))?;
+        let begin = |name: String| verbs::begin(py, &name, guard.core.config());
+        let recording = record.map(begin).transpose()?;
+        Ok(Self {
+            guard,
+            times: Times::new(),
+            recording,
+        })
     }
 
     #[getter]
@@ -188,12 +255,24 @@ impl MMU {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
         let opening = opening(anchor, page_orders, require, contiguous)?;
-        self.call(py, |core| core.open_with(tokens, keys, opening))
+        let kept = self.recording.as_ref().map(|_| keys.clone());
+        let arguments = |body: &mut Body<'_>| {
+            if let Some(keys) = &kept {
+                noted_opening(body, tokens, keys, &opening);
+            }
+        };
+        let id = |id: &i64| Some(*id as u64);
+        self.verb_of(py, Verb::Open, arguments, id, |_| {
+            self.call(py, |core| core.open_with(tokens, keys, opening))
+        })
     }
 
     fn release_before(&self, py: Python<'_>, sequence: i64, token: Any<'_, '_>) -> PyResult<u32> {
         let token = count(token, "token", 0)?;
-        self.long(py, |core| core.release_before(sequence, token))
+        let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, token.into()]);
+        self.verb(py, Verb::ReleaseBefore, arguments, || {
+            self.long(py, |core| core.release_before(sequence, token))
+        })
     }
 
     fn look(&self, py: Python<'_>, sequence: i64, block: Any<'_, '_>) -> PyResult<Option<u32>> {
@@ -208,21 +287,37 @@ impl MMU {
         tokens: Any<'_, 'py>,
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let tokens = array::<i32>(tokens, "tokens")?;
-        let copies = self.call(py, |core| core.append(sequence, tokens.slice()))?;
+        let tokens = tokens.slice();
+        let arguments = |body: &mut Body<'_>| {
+            body.number(sequence as u64).words(tokens);
+        };
+        let copies = self.verb(py, Verb::Append, arguments, || {
+            self.call(py, |core| core.append(sequence, tokens))
+        })?;
         Ok(values::copies(py, &copies))
     }
 
     fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
-        self.long(py, |core| core.fork(sequence))
+        let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
+        let id = |id: &i64| Some(*id as u64);
+        self.verb_of(py, Verb::Fork, arguments, id, |_| {
+            self.long(py, |core| core.fork(sequence))
+        })
     }
 
     fn truncate(&self, py: Python<'_>, sequence: i64, num_tokens: Any<'_, '_>) -> PyResult<()> {
         let tokens = count(num_tokens, "num_tokens", 0)?;
-        self.long(py, |core| core.truncate(sequence, tokens))
+        let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, tokens.into()]);
+        self.verb(py, Verb::Truncate, arguments, || {
+            self.long(py, |core| core.truncate(sequence, tokens))
+        })
     }
 
     fn close(&self, py: Python<'_>, sequence: i64) -> PyResult<()> {
-        self.long(py, |core| core.close(sequence))
+        let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
+        self.verb(py, Verb::Close, arguments, || {
+            self.long(py, |core| core.close(sequence))
+        })
     }
 
     fn info(&self, py: Python<'_>, sequence: i64) -> PyResult<SequenceInfo> {
@@ -273,6 +368,7 @@ impl MMU {
     ) -> PyResult<u32> {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
+        let _timed = self.times.start(Verb::Match);
         self.get(py, |core| core.matched_tokens(tokens, &keys))
     }
 
@@ -294,6 +390,7 @@ impl MMU {
         let tokens = array::<i32>(tokens, "tokens")?;
         let (tokens, keys) = (tokens.slice(), keys(salt, extra_keys)?);
         let opening = opening(false, page_orders, require, contiguous)?;
+        let _timed = self.times.start(Verb::Quote);
         self.call(py, |core| {
             core.quote_with(tokens, &keys, opening)
                 .map(|quote| core.with_moves(quote))
@@ -304,7 +401,14 @@ impl MMU {
     // -- steps -------------------------------------------------------------------------------
 
     fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
-        self.get(py, Mmu::begin_step)
+        let number = |step: &u64| Some(*step);
+        self.verb_of(
+            py,
+            Verb::BeginStep,
+            |_| (),
+            number,
+            |_| self.get(py, Mmu::begin_step),
+        )
     }
 
     #[pyo3(signature = (step, sequences, tables, *, query_lens=None, new_tokens=None))]
@@ -322,24 +426,42 @@ impl MMU {
         let new = optional::<i32>(new_tokens, "new_tokens")?;
         let (ids, lens) = (ids.slice(), lens.as_ref().map(|lens| lens.slice()));
         let new = new.as_ref().map(|new| new.slice());
-        self.check_process(py)?;
-        let copies = tables.with(py, |rows, buffers| {
-            self.guarded(|core| core.prepare(step, ids, lens, new, rows, buffers))
+        let arguments = |body: &mut Body<'_>| {
+            body.number(step)
+                .number(tables.number)
+                .batch(ids)
+                .optional_words(lens)
+                .optional_words(new);
+        };
+        let copies = self.verb(py, Verb::Prepare, arguments, || {
+            self.check_process(py)?;
+            let copies = tables.with(py, |rows, buffers| {
+                self.guarded(|core| core.prepare(step, ids, lens, new, rows, buffers))
+            })?;
+            self.outcome(py, copies)
         })?;
-        let copies = self.outcome(py, copies)?;
         Ok(values::copies(py, &copies))
     }
 
     fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.call(py, |core| core.written(step))
+        let arguments = |body: &mut Body<'_>| noted(body, &[step]);
+        self.verb(py, Verb::Written, arguments, || {
+            self.call(py, |core| core.written(step))
+        })
     }
 
     fn cancel(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.call(py, |core| core.cancel(step))
+        let arguments = |body: &mut Body<'_>| noted(body, &[step]);
+        self.verb(py, Verb::Cancel, arguments, || {
+            self.call(py, |core| core.cancel(step))
+        })
     }
 
     fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.call(py, |core| core.end_step(step))
+        let arguments = |body: &mut Body<'_>| noted(body, &[step]);
+        self.verb(py, Verb::EndStep, arguments, || {
+            self.call(py, |core| core.end_step(step))
+        })
     }
 
     fn steps_in_flight(&self, py: Python<'_>) -> PyResult<usize> {
@@ -362,35 +484,72 @@ impl MMU {
         kernel_block_size: Option<Any<'_, '_>>,
         page_order: Option<Any<'_, '_>>,
     ) -> PyResult<BlockTables> {
-        BlockTables::register(
+        let py = block_table.py();
+        let mut tables = BlockTables::register(
             &self.core,
             convert::unit(kernel_block_size, page_order, self.core.config().block_size)?,
             block_table,
             seq_lens,
             slot_mapping,
             query_start_loc,
-        )
+        )?;
+        let [rows, width, slots] = tables.shape(py);
+        let numbers = [
+            rows,
+            width,
+            slots,
+            kernel_block_size.map_or(0, |_| tables.kernel_block_size()),
+            page_order.map_or(0, |_| tables.page_order() + 1),
+        ];
+        let arguments = |body: &mut Body<'_>| noted(body, &numbers.map(u64::from));
+        let number = |tables: &BlockTables| Some(tables.number);
+        self.verb_of(py, Verb::RegisterTables, arguments, number, |number| {
+            tables.number = number;
+            Ok(tables)
+        })
     }
 
     fn export(&self, py: Python<'_>, sequences: Any<'_, '_>, tables: &BlockTables) -> PyResult<()> {
         let ids = array::<i64>(sequences, "sequences")?;
-        self.check_process(py)?;
-        let done = tables.with(py, |rows, buffers| {
-            self.guarded(|core| core.export(ids.slice(), rows, buffers))
-        })?;
-        self.outcome(py, done)
+        let ids = ids.slice();
+        let arguments = |body: &mut Body<'_>| {
+            body.number(tables.number).batch(ids);
+        };
+        self.verb(py, Verb::Export, arguments, || {
+            self.check_process(py)?;
+            let done = tables.with(py, |rows, buffers| {
+                self.guarded(|core| core.export(ids, rows, buffers))
+            })?;
+            self.outcome(py, done)
+        })
     }
 
     // -- blocks ------------------------------------------------------------------------------
 
     fn pin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
-        self.call(py, |core| core.pin(blocks.slice()))
+        let blocks = blocks.slice();
+        self.verb(
+            py,
+            Verb::Pin,
+            |body: &mut Body<'_>| {
+                body.longs(blocks);
+            },
+            || self.call(py, |core| core.pin(blocks)),
+        )
     }
 
     fn unpin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
-        self.call(py, |core| core.unpin(blocks.slice()))
+        let blocks = blocks.slice();
+        self.verb(
+            py,
+            Verb::Unpin,
+            |body: &mut Body<'_>| {
+                body.longs(blocks);
+            },
+            || self.call(py, |core| core.unpin(blocks)),
+        )
     }
 
     fn lease<'py>(
@@ -401,12 +560,20 @@ impl MMU {
         stop: Any<'_, '_>,
     ) -> PyResult<(u64, Bound<'py, PyArray1<i64>>)> {
         let (start, stop) = (count(start, "start", 0)?, count(stop, "stop", 0)?);
-        let lease = self.call(py, |core| core.lease(sequence, start, stop))?;
+        let arguments =
+            |body: &mut Body<'_>| noted(body, &[sequence as u64, start.into(), stop.into()]);
+        let id = |lease: &kvmmu::Lease| Some(lease.id);
+        let lease = self.verb_of(py, Verb::Lease, arguments, id, |_| {
+            self.call(py, |core| core.lease(sequence, start, stop))
+        })?;
         Ok((lease.id, numbers(py, lease.blocks)))
     }
 
     fn end_lease(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
-        self.call(py, |core| core.end_lease(lease))
+        let arguments = |body: &mut Body<'_>| noted(body, &[lease]);
+        self.verb(py, Verb::EndLease, arguments, || {
+            self.call(py, |core| core.end_lease(lease))
+        })
     }
 
     fn num_leases(&self, py: Python<'_>) -> PyResult<usize> {
@@ -415,7 +582,10 @@ impl MMU {
 
     fn evict(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<u32> {
         let n = count(num_blocks, "num_blocks", 0)?;
-        self.long(py, |core| Ok(core.evict(n)))
+        let arguments = |body: &mut Body<'_>| noted(body, &[n.into()]);
+        self.verb(py, Verb::Evict, arguments, || {
+            self.long(py, |core| Ok(core.evict(n)))
+        })
     }
 
     fn references<'py>(
@@ -449,6 +619,57 @@ impl MMU {
         Ok(BlockMap::new(py, map))
     }
 
+    #[getter]
+    fn keeps_guarantee(&self) -> bool {
+        self.core.config().guarantee.is_some()
+    }
+
+    fn time_operations(&self, every: Any<'_, '_>) -> PyResult<()> {
+        self.times.set(integer(every, "every", 0, 1 << 20)? as u32);
+        Ok(())
+    }
+
+    fn operation_times<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.times.read(py)
+    }
+
+    #[staticmethod]
+    fn operation_time_bounds() -> Vec<f64> {
+        Times::bounds()
+    }
+
+    fn events(&self, py: Python<'_>, since: Any<'_, '_>) -> PyResult<Events> {
+        let since = integer(since, "since", 0, i64::MAX)? as u64;
+        self.long(py, |core| core.events(since))
+            .map(Events::numbered)
+    }
+
+    fn published(&self, py: Python<'_>) -> PyResult<Events> {
+        self.long(py, |core| Ok(core.published()))
+            .map(Events::unnumbered)
+    }
+
+    #[getter]
+    fn recording<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Some(recording) = &self.recording else {
+            return Ok(None);
+        };
+        self.check_process(py)?;
+        let dict = PyDict::new(py);
+        dict.set_item("file", recording.path())?;
+        dict.set_item("bytes", recording.size())?;
+        dict.set_item("failure", recording.failure())?;
+        Ok(Some(dict))
+    }
+
+    fn flush_recording(&self, py: Python<'_>) -> PyResult<()> {
+        if let Some(recording) = &self.recording {
+            self.check_process(py)?;
+            py.detach(|| recording.flush());
+        }
+        Ok(())
+    }
+
     // -- compaction --------------------------------------------------------------------------
 
     #[pyo3(signature = (num_blocks, *, max_blocks=None))]
@@ -460,7 +681,10 @@ impl MMU {
     ) -> PyResult<Plan> {
         let n = count(num_blocks, "num_blocks", 1)?;
         let most = limit(max_blocks)?;
-        self.long(py, |core| core.plan_free_run(n, most)).map(Plan)
+        let arguments = |body: &mut Body<'_>| noted(body, &[n, most].map(u64::from));
+        self.planned(py, Verb::PlanFreeRun, arguments, |core| {
+            core.plan_free_run(n, most)
+        })
     }
 
     #[pyo3(signature = (ratio, *, max_blocks=None))]
@@ -471,7 +695,12 @@ impl MMU {
         max_blocks: Option<Any<'_, '_>>,
     ) -> PyResult<Plan> {
         let (ratio, most) = (crate::convert::ratio(ratio, "ratio")?, limit(max_blocks)?);
-        self.long(py, |core| core.plan_below(ratio, most)).map(Plan)
+        let arguments = |body: &mut Body<'_>| {
+            body.float(ratio).number(most.into());
+        };
+        self.planned(py, Verb::PlanBelow, arguments, |core| {
+            core.plan_below(ratio, most)
+        })
     }
 
     #[pyo3(signature = (num_pages, *, max_blocks=None))]
@@ -482,8 +711,10 @@ impl MMU {
         max_blocks: Option<Any<'_, '_>>,
     ) -> PyResult<Plan> {
         let (k, most) = (count(num_pages, "num_pages", 1)?, limit(max_blocks)?);
-        self.long(py, |core| core.plan_huge_pages(k, most))
-            .map(Plan)
+        let arguments = |body: &mut Body<'_>| noted(body, &[k, most].map(u64::from));
+        self.planned(py, Verb::PlanHugePages, arguments, |core| {
+            core.plan_huge_pages(k, most)
+        })
     }
 
     #[pyo3(signature = (size, groups, *, max_blocks=None))]
@@ -496,8 +727,10 @@ impl MMU {
     ) -> PyResult<Plan> {
         let (size, k) = (count(size, "size", 1)?, count(groups, "groups", 1)?);
         let most = limit(max_blocks)?;
-        self.long(py, |core| core.plan_groups(size, k, most))
-            .map(Plan)
+        let arguments = |body: &mut Body<'_>| noted(body, &[size, k, most].map(u64::from));
+        self.planned(py, Verb::PlanGroups, arguments, |core| {
+            core.plan_groups(size, k, most)
+        })
     }
 
     #[pyo3(signature = (sequence, *, max_blocks=None))]
@@ -508,8 +741,10 @@ impl MMU {
         max_blocks: Option<Any<'_, '_>>,
     ) -> PyResult<Plan> {
         let most = limit(max_blocks)?;
-        self.long(py, |core| core.plan_gather(sequence, most))
-            .map(Plan)
+        let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, most.into()]);
+        self.planned(py, Verb::PlanGather, arguments, |core| {
+            core.plan_gather(sequence, most)
+        })
     }
 
     #[pyo3(signature = (*, max_blocks=None))]
@@ -519,13 +754,25 @@ impl MMU {
         max_blocks: Option<Any<'_, '_>>,
     ) -> PyResult<Option<Plan>> {
         let most = limit(max_blocks)?;
-        let plan = self.long(py, |core| Ok(core.plan_compaction(Some(most))))?;
-        Ok(plan.map(Plan))
+        let arguments = |body: &mut Body<'_>| noted(body, &[most.into()]);
+        self.verb_of(
+            py,
+            Verb::PlanCompaction,
+            arguments,
+            |_| None,
+            |number| {
+                let plan = self.long(py, |core| Ok(core.plan_compaction(Some(most))))?;
+                Ok(plan.map(|plan| Plan(plan, number)))
+            },
+        )
     }
 
     fn ready(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<bool> {
         let n = count(num_blocks, "num_blocks", 1)?;
-        self.long(py, |core| Ok(core.ready(n)))
+        let arguments = |body: &mut Body<'_>| noted(body, &[n.into()]);
+        self.verb(py, Verb::Ready, arguments, || {
+            self.long(py, |core| Ok(core.ready(n)))
+        })
     }
 
     fn guarantee<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -541,15 +788,30 @@ impl MMU {
     }
 
     fn begin(&self, py: Python<'_>, plan: &Plan) -> PyResult<Moves> {
-        self.long(py, |core| core.begin(&plan.0)).map(Moves)
+        let epoch = |moves: &Moves| Some(moves.0.epoch());
+        self.verb_of(
+            py,
+            Verb::Begin,
+            |body: &mut Body<'_>| {
+                body.number(plan.1);
+            },
+            epoch,
+            |_| self.long(py, |core| core.begin(&plan.0)).map(Moves),
+        )
     }
 
     fn commit(&self, py: Python<'_>, moves: &Moves) -> PyResult<u32> {
-        self.long(py, |core| core.commit(&moves.0))
+        let arguments = |body: &mut Body<'_>| noted(body, &[moves.0.epoch()]);
+        self.verb(py, Verb::Commit, arguments, || {
+            self.long(py, |core| core.commit(&moves.0))
+        })
     }
 
     fn abort(&self, py: Python<'_>, moves: &Moves) -> PyResult<()> {
-        self.long(py, |core| core.abort(&moves.0))
+        let arguments = |body: &mut Body<'_>| noted(body, &[moves.0.epoch()]);
+        self.verb(py, Verb::Abort, arguments, || {
+            self.long(py, |core| core.abort(&moves.0))
+        })
     }
 
     // -- memory given back -------------------------------------------------------------------
@@ -565,8 +827,10 @@ impl MMU {
     ) -> PyResult<Plan> {
         let (n, size) = (count(num_blocks, "num_blocks", 1)?, self::granule(granule)?);
         let most = limit(max_blocks)?;
-        self.long(py, |core| core.plan_shrink(n, size, most))
-            .map(Plan)
+        let arguments = |body: &mut Body<'_>| noted(body, &[n, size, most].map(u64::from));
+        self.planned(py, Verb::PlanShrink, arguments, |core| {
+            core.plan_shrink(n, size, most)
+        })
     }
 
     #[pyo3(signature = (num_blocks, *, granule=None),
@@ -578,7 +842,10 @@ impl MMU {
         granule: Option<Any<'_, '_>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let (n, size) = (count(num_blocks, "num_blocks", 0)?, self::granule(granule)?);
-        let gone = self.long(py, |core| core.take_offline(n, size))?;
+        let arguments = |body: &mut Body<'_>| noted(body, &[n, size].map(u64::from));
+        let gone = self.verb(py, Verb::Shrink, arguments, || {
+            self.long(py, |core| core.take_offline(n, size))
+        })?;
         Ok(numbers(py, gone))
     }
 
@@ -598,7 +865,15 @@ impl MMU {
 
     fn grow(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
-        self.call(py, |core| core.bring_online(blocks.slice()))
+        let blocks = blocks.slice();
+        self.verb(
+            py,
+            Verb::Grow,
+            |body: &mut Body<'_>| {
+                body.longs(blocks);
+            },
+            || self.call(py, |core| core.bring_online(blocks)),
+        )
     }
 
     // -- checks ------------------------------------------------------------------------------
@@ -621,7 +896,12 @@ impl MMU {
     }
 
     fn _panic_for_test(&self, py: Python<'_>) -> PyResult<()> {
-        self.get(py, |_| panic!("on purpose"))
+        self.verb(
+            py,
+            Verb::Panic,
+            |_| (),
+            || self.get(py, |_| panic!("on purpose")),
+        )
     }
 }
 
@@ -641,6 +921,31 @@ fn opening(
         },
         contiguous: contiguous.map_or(Ok(0), |value| count(value, "contiguous", 0))?,
     })
+}
+
+/// Numbers as the arguments of a recorded call.
+fn noted(body: &mut Body<'_>, numbers: &[u64]) {
+    for &number in numbers {
+        body.number(number);
+    }
+}
+
+/// The arguments of a recorded `open`.
+fn noted_opening(body: &mut Body<'_>, tokens: &[i32], keys: &Keys, opening: &Opening) {
+    let mut extra: Vec<_> = keys.extra.iter().collect();
+    extra.sort_unstable();
+    body.words(tokens)
+        .bytes(&keys.salt)
+        .number(extra.len() as u64);
+    for (&index, bytes) in extra {
+        body.number(index.into()).bytes(bytes);
+    }
+    let orders =
+        (opening.page_orders).map(|orders| orders.iter().fold(0, |bits, order| bits | 1 << order));
+    body.flag(opening.zone == Zone::Anchor)
+        .optional(orders)
+        .flag(opening.require_huge)
+        .number(opening.contiguous.into());
 }
 
 /// Most moves of one plan.

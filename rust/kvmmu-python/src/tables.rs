@@ -28,6 +28,8 @@ pub struct BlockTables {
     page_order: u32,
     num_rows: AtomicUsize,
     num_tokens: AtomicUsize,
+    /// Of the recorded call that registered them.
+    pub number: u64,
 }
 
 /// Entries of `block_table` that one call wrote.
@@ -144,9 +146,17 @@ impl BlockTables {
             rows: Mutex::new(rows),
             num_rows: AtomicUsize::new(0),
             num_tokens: AtomicUsize::new(0),
+            number: 0,
         };
         tables.with(py, |rows, buffers| rows.clear(buffers))?;
         Ok(tables)
+    }
+
+    /// Rows, entries a row, slots.
+    pub fn shape(&self, py: Python<'_>) -> [u32; 3] {
+        let table = self.block_table.bind(py).shape();
+        let sizes = [table[0], table[1], self.slot_mapping.bind(py).len()];
+        sizes.map(|size| size as u32)
     }
 
     /// Lends rows and buffers to one call, which must not run Python: its locks are held meanwhile.
@@ -306,11 +316,11 @@ impl BlockTables {
         self.null_entry
     }
     #[getter]
-    fn kernel_block_size(&self) -> u32 {
+    pub fn kernel_block_size(&self) -> u32 {
         self.kernel_block_size
     }
     #[getter]
-    fn page_order(&self) -> u32 {
+    pub fn page_order(&self) -> u32 {
         self.page_order
     }
     #[getter]

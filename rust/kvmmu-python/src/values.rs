@@ -5,7 +5,7 @@ use numpy::{IntoPyArray, PyArray1, PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::{core_error, error};
 
@@ -301,9 +301,9 @@ impl Measure {
     }
 }
 
-/// Proposed moves.
+/// Proposed moves, and the number of the recorded call that proposed them.
 #[pyclass(frozen, module = "kvmmu._core")]
-pub struct Plan(pub kvmmu::Plan);
+pub struct Plan(pub kvmmu::Plan, pub u64);
 
 #[pymethods]
 impl Plan {
@@ -394,6 +394,136 @@ impl Moves {
             "Moves(epoch {}, {} moves)",
             self.0.epoch(),
             self.0.pairs().len()
+        )
+    }
+}
+
+/// What became of published blocks.
+#[pyclass(frozen, module = "kvmmu._core")]
+pub struct Events {
+    found: kvmmu::Events,
+    numbered: bool,
+}
+
+impl Events {
+    /// Events that took place.
+    pub fn numbered(found: kvmmu::Events) -> Self {
+        Self {
+            found,
+            numbered: true,
+        }
+    }
+
+    /// What is there now, which is no event.
+    pub fn unnumbered(found: kvmmu::Events) -> Self {
+        Self {
+            found,
+            numbered: false,
+        }
+    }
+
+    fn each<'py, T: numpy::Element>(
+        &self,
+        py: Python<'py>,
+        of: impl Fn(&kvmmu::Event) -> T,
+    ) -> Bound<'py, PyArray1<T>> {
+        let values: Vec<T> = self.found.events.iter().map(of).collect();
+        values.into_pyarray(py)
+    }
+
+    fn words<'py>(
+        &self,
+        py: Python<'py>,
+        of: impl Fn(&kvmmu::Event) -> u128,
+    ) -> Bound<'py, PyArray2<u64>> {
+        let halves = |event| [of(event) as u64, (of(event) >> 64) as u64];
+        let flat: Vec<u64> = self.found.events.iter().flat_map(halves).collect();
+        shaped(py, flat, 2)
+    }
+}
+
+/// Rows of so many elements.
+fn shaped<T: numpy::Element>(py: Python<'_>, flat: Vec<T>, width: usize) -> Bound<'_, PyArray2<T>> {
+    let array = numpy::ndarray::Array2::from_shape_vec((flat.len() / width, width), flat);
+    array.expect("whole rows").into_pyarray(py)
+}
+
+#[pymethods]
+impl Events {
+    #[classattr]
+    const STORED: u8 = 0;
+    #[classattr]
+    const REMOVED: u8 = 1;
+    #[classattr]
+    const MOVED: u8 = 2;
+
+    #[getter]
+    fn lost(&self) -> u64 {
+        self.found.lost
+    }
+    #[getter]
+    fn next(&self) -> u64 {
+        self.found.next
+    }
+    #[getter]
+    fn number<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let count = self.found.events.len() as i64;
+        let first = self.found.first as i64;
+        let numbers: Vec<i64> = if self.numbered {
+            (first..first + count).collect()
+        } else {
+            vec![-1; count as usize]
+        };
+        numbers.into_pyarray(py)
+    }
+    #[getter]
+    fn kind<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u8>> {
+        self.each(py, |event| match event.kind {
+            kvmmu::Kind::Stored => Self::STORED,
+            kvmmu::Kind::Removed => Self::REMOVED,
+            kvmmu::Kind::Moved => Self::MOVED,
+        })
+    }
+    #[getter]
+    fn block<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.each(py, |event| event.block as i32)
+    }
+    #[getter]
+    fn moved_to<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        self.each(py, |event| event.moved_to.map_or(-1, |block| block as i32))
+    }
+    #[getter]
+    fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u64>> {
+        self.words(py, |event| event.hash)
+    }
+    #[getter]
+    fn parent<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u64>> {
+        self.words(py, |event| event.parent)
+    }
+    #[getter]
+    fn tokens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<i32>> {
+        shaped(py, self.found.tokens.clone(), self.found.block_size)
+    }
+    #[getter]
+    fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (index, event) in self.found.events.iter().enumerate() {
+            if let Some((salt, extra)) = event.key() {
+                let extra = extra.map(|bytes| PyBytes::new(py, bytes));
+                dict.set_item(index, (PyBytes::new(py, salt), extra))?;
+            }
+        }
+        Ok(dict)
+    }
+    fn __len__(&self) -> usize {
+        self.found.events.len()
+    }
+    fn __repr__(&self) -> String {
+        format!(
+            "Events({} before {}, {} lost)",
+            self.found.events.len(),
+            self.found.next,
+            self.found.lost
         )
     }
 }

@@ -15,6 +15,8 @@ pub const MAX_TABLE_NODES: u32 = (1 << NODE_BITS) - 1;
 pub const MAX_BLOCKS: u32 = i32::MAX as u32 - 1;
 /// Longest sequence whose virtual offset can be chosen: one table of 512 entries less.
 const MAX_SHIFTED_BLOCKS: u32 = MAX_BLOCKS_PER_SEQUENCE - 512;
+/// Most events that are kept.
+pub const MAX_EVENTS: u32 = 1 << 24;
 /// Largest block.
 pub const MAX_BLOCK_SIZE: u32 = 4096;
 
@@ -131,6 +133,9 @@ pub struct Config {
     pub compaction_start: Option<f64>,
     /// Ratio below which it stops again.
     pub compaction_stop: f64,
+    /// Changes of the prefix index that are kept for [`Mmu::events`](crate::Mmu::events), at most
+    /// [`MAX_EVENTS`]; 0: none are noted.
+    pub events: u32,
 }
 
 impl Config {
@@ -159,6 +164,7 @@ impl Config {
             gather_least: 0.1,
             compaction_start: None,
             compaction_stop: 0.30,
+            events: 0,
         };
         config.table_nodes = config.default_table_nodes();
         config
@@ -210,6 +216,13 @@ impl Config {
         range("medium_from", self.medium_from, 0, self.huge_from)?;
         range("hold_blocks", self.hold_blocks, 0, 512)?;
         range("budget_blocks", self.budget_blocks, 1, MAX_BLOCKS)?;
+        range("events", self.events, 0, MAX_EVENTS)?;
+        if self.events > 0 && !self.prefix_caching {
+            return Err(Error::InvalidConfig(format!(
+                "events = {} with prefix_caching = false: allowed is 0, for nothing is published",
+                self.events
+            )));
+        }
         check_anchor(self.anchor)?;
         let share = |name: &str, value: f64, most: f64, text: &str| {
             if (0.0..=most).contains(&value) {

@@ -66,12 +66,12 @@ mod validate;
 pub use block_map::BlockMap;
 pub use compact::{Goal, Measure, Moves, Plan};
 pub use config::{
-    Config, Eviction, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_SEQUENCES,
-    MAX_TABLE_NODES, PageOrders,
+    Config, Eviction, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_EVENTS,
+    MAX_SEQUENCES, MAX_TABLE_NODES, PageOrders,
 };
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};
-pub use prefix::Keys;
+pub use prefix::{Event, Events, Keys, Kind};
 pub use sequence::{
     Cascade, CascadeLevel, CascadeSizes, DirtyRow, Lease, Opening, Quote, RowBuffers, Rows, Shape,
     Tables, Unit, When,

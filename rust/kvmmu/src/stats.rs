@@ -71,6 +71,10 @@ counters! {
     deduplicated,
     /// Blocks released from the front of sequences.
     released_before,
+    /// Plans begun, each a pass of compaction.
+    plans_begun,
+    /// Of those, plans whose limit stopped them before their goal.
+    plans_stopped_early,
     /// Moves begun.
     moves_begun,
     /// Moves that came into effect.

@@ -68,6 +68,8 @@ impl Mmu {
                 dropped: false,
             });
         }
+        count(&self.stats.plans_begun, 1);
+        count(&self.stats.plans_stopped_early, usize::from(!plan.complete));
         count(&self.stats.moves_begun, moves.len());
         if plan.goal != Goal::Background {
             shared.asked += moves.len() as u64;

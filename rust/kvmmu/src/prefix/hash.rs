@@ -41,6 +41,14 @@ impl Keys {
     }
 }
 
+/// Salt and extra bytes that the key of a block was made of.
+pub(super) fn parts(key: &[u8]) -> (&[u8], Option<&[u8]>) {
+    let (length, rest) = key.split_at(8);
+    let length = u64::from_le_bytes(length.try_into().expect("eight bytes"));
+    let (salt, rest) = rest.split_at(length as usize);
+    (salt, (rest[0] != 0).then_some(&rest[1..]))
+}
+
 /// Hash of the empty prefix.
 pub(crate) const ROOT_HASH: u128 = 0;
 
@@ -97,6 +105,10 @@ mod tests {
         assert_ne!(salted.of(0), extra.of(0));
         assert_eq!(salted.of(1), None);
         assert_eq!(Keys::default().of(0), None);
+        let key = salted.of(0).unwrap();
+        assert_eq!(parts(&key), (b"S".as_slice(), None));
+        let key = extra.of(0).unwrap();
+        assert_eq!(parts(&key), (b"".as_slice(), Some(b"S".as_slice())));
         let mut scratch = Vec::new();
         let text = chain(ROOT_HASH, &[i32::from(b'S')], None, &mut scratch);
         let key = chain(ROOT_HASH, &[], salted.of(0).as_deref(), &mut scratch);

@@ -13,16 +13,19 @@
 //!
 //! All of it stands behind the shared lock of [`crate::state::Mmu`].
 
+mod events;
 mod hash;
 mod order;
 mod tokens;
 
 use hashbrown::HashTable;
 
-use crate::config::Eviction;
-use crate::error::Result;
+use crate::config::{Config, Eviction};
+use crate::error::{Error, Result};
 use crate::sync::{filled, no_memory, reserved};
 
+use events::Log;
+pub use events::{Event, Events, Kind};
 pub use hash::Keys;
 use hash::{ROOT_HASH, chain};
 use order::{MAX_USES, Order};
@@ -61,6 +64,8 @@ pub(crate) struct Index {
     order: Order,
     scratch: Vec<u8>,
     tokens: Vec<i32>,
+    /// What becomes of blocks, for who asked to be told.
+    log: Option<Box<Log>>,
     /// All ones; tests clear bits to force collisions.
     hash_mask: u128,
 }
@@ -84,8 +89,18 @@ impl Index {
             order: Order::new(n, eviction)?,
             scratch: Vec::new(),
             tokens: Vec::new(),
+            log: None,
             hash_mask: !0,
         })
+    }
+
+    /// Notes what becomes of blocks from now on, if the settings say so.
+    pub(crate) fn with_log(mut self, config: &Config) -> Result<Self> {
+        if config.events > 0 {
+            let log = Log::new(config.events as usize, self.block_size)?;
+            self.log = Some(Box::new(log));
+        }
+        Ok(self)
     }
 
     pub(crate) fn is_on(&self) -> bool {
@@ -183,7 +198,11 @@ impl Index {
         let mut tokens = std::mem::take(&mut self.tokens);
         tokens.clear();
         store.read(block, &mut tokens);
+        let parent_hash = hash;
         let hash = chain(hash, &tokens, key.as_deref(), &mut self.scratch) & self.hash_mask;
+        if let Some(log) = &mut self.log {
+            log.stored(block, (hash, parent_hash), &tokens, key.clone());
+        }
         let node = match self.find(store, hash, parent, &tokens, key.as_deref()) {
             Some(node) => {
                 // A second holder of the same content goes behind the first.
@@ -251,6 +270,7 @@ impl Index {
     pub(crate) fn withdraw(&mut self, block: u32, dropped: &mut Vec<u32>) {
         let node = std::mem::replace(&mut self.node_of[block as usize], NONE);
         debug_assert_ne!(node, NONE);
+        self.note_removed(block, node);
         let (before, after) = self.twins[block as usize];
         if before == NONE {
             self.nodes[node as usize].block = after;
@@ -264,6 +284,69 @@ impl Index {
             self.unlink(node);
             self.drop_subtree(node, dropped);
         }
+    }
+
+    fn note_removed(&mut self, block: u32, node: u32) {
+        let hashes = self.hashes(node);
+        if let Some(log) = &mut self.log {
+            log.removed(block, hashes);
+        }
+    }
+
+    /// Hash of a node, and of its parent (also when that has just left the index).
+    fn hashes(&self, node: u32) -> (u128, u128) {
+        let Node { hash, parent, .. } = self.nodes[node as usize];
+        let parent_hash = match parent {
+            NONE => ROOT_HASH,
+            parent => self.nodes[parent as usize].hash,
+        };
+        (hash, parent_hash)
+    }
+
+    /// What became of blocks from the event `since` on, or why that cannot be said.
+    pub(crate) fn events(&self, since: u64) -> Result<Events> {
+        match &self.log {
+            Some(log) => log.since(since),
+            None => Err(Error::InvalidConfig(
+                "events = 0: a manager notes none unless it was made with more".into(),
+            )),
+        }
+    }
+
+    /// What is published now, parents before children, as if it were stored at this moment.
+    pub(crate) fn published(&self, store: &Tokens) -> Events {
+        let mut found = Events {
+            block_size: self.block_size,
+            next: self.log.as_ref().map_or(0, |log| log.next()),
+            ..Events::default()
+        };
+        let mut seen = vec![false; self.nodes.len()];
+        let mut path = Vec::new();
+        for &first in self.node_of.iter().filter(|&&node| node != NONE) {
+            let mut id = first;
+            while id != NONE && !std::mem::replace(&mut seen[id as usize], true) {
+                path.push(id);
+                id = self.nodes[id as usize].parent;
+            }
+            while let Some(id) = path.pop() {
+                let (hash, parent) = self.hashes(id);
+                let node = &self.nodes[id as usize];
+                let mut block = node.block;
+                while block != NONE {
+                    found.events.push(Event {
+                        kind: Kind::Stored,
+                        block,
+                        moved_to: None,
+                        hash,
+                        parent,
+                        key: node.key.clone(),
+                    });
+                    store.read(block, &mut found.tokens);
+                    block = self.twins[block as usize].1;
+                }
+            }
+        }
+        found
     }
 
     fn unlink(&mut self, node: u32) {
@@ -294,6 +377,7 @@ impl Index {
             }
             while block != NONE {
                 self.node_of[block as usize] = NONE;
+                self.note_removed(block, id);
                 dropped.push(block);
                 block = self.twins[block as usize].1;
             }
@@ -310,6 +394,10 @@ impl Index {
     pub(crate) fn repoint(&mut self, old: u32, new: u32) {
         let node = std::mem::replace(&mut self.node_of[old as usize], NONE);
         self.node_of[new as usize] = node;
+        let hashes = self.hashes(node);
+        if let Some(log) = &mut self.log {
+            log.moved(old, new, hashes);
+        }
         let (before, after) = self.twins[old as usize];
         self.twins[new as usize] = (before, after);
         if before == NONE {

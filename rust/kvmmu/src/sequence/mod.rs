@@ -15,6 +15,7 @@
 //! | `fork`, `close` | `fork`; `close`, `truncate`, `release_before` |
 //! | `blocks` | `pin`, `unpin`, `evict`, `references` |
 //! | `lease` | `lease`, `end_lease` |
+//! | `events` | `events`, `published` |
 //! | `look` | `info`, `block_table`, `translate`, `look`, `sequences` |
 //!
 //! What never lives here: moves, the layout of the state.
@@ -23,6 +24,7 @@ mod append;
 mod blocks;
 mod cascade;
 mod close;
+mod events;
 mod fork;
 mod held;
 mod lease;

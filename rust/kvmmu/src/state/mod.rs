@@ -206,7 +206,7 @@ impl Mmu {
             }),
             gate: RwLock::new(()),
             shared: Mutex::new(Shared {
-                index: Index::new(indexed, block_size, config.eviction)?,
+                index: Index::new(indexed, block_size, config.eviction)?.with_log(&config)?,
                 chains: Chains::default(),
                 pins: HashMap::default(),
                 leases: HashMap::default(),
