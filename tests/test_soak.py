@@ -577,6 +577,30 @@ def test_bad_input_exits_2_before_anything_runs(arguments: tuple[str, ...], said
     assert done.returncode == 2 and said in done.stderr and not done.stdout
 
 
+def test_figures_are_kept_when_the_table_cannot_be_printed(tmp_path: Path) -> None:
+    scenario, out = tmp_path / "mine.yaml", tmp_path / "out.json"
+    scenario.write_text(json.dumps({**MIX, "hours": 0.002, "warm_up": 0.0}))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, str(scenario), "--policy", "plain", "--json", str(out)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 2 and "standard output cannot be written" in done.stderr
+    assert json.loads(out.read_text())["policies"][0]["policy"] == "plain"
+
+
+def test_a_pool_that_no_machine_has_is_refused_in_the_words_of_the_scenario(tmp_path: Path) -> None:
+    """Not in those of replay's options, which soak has not."""
+    scenario = tmp_path / "mine.yaml"
+    scenario.write_text(json.dumps({**MIX, "pool": {**MIX["pool"], "num_blocks": 2**31 - 2}}))
+    done = command(str(scenario), "--policy", "plain")
+    assert done.returncode == 2 and "this machine has" in done.stderr, done.stderr
+    assert "--" not in done.stderr
+
+
 def test_definitions_and_scenarios_are_printed() -> None:
     done = command("--definitions")
     assert done.returncode == 0
