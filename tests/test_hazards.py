@@ -101,6 +101,23 @@ def test_pinned_blocks_stay_while_all_else_moves_and_move_when_unpinned() -> Non
     pool.check()
 
 
+def test_blocks_that_a_transfer_reads_stay_while_all_else_moves() -> None:
+    """Kind 1, again with A on its way to the host: a lease stands for the swap."""
+    pool, a, b = shared_in_the_middle()
+    blocks = pool.blocks(a)
+    lease, leased = pool.mmu.lease(a, 0, 10)
+    assert leased.tolist() == blocks and pool.refs(a) == [3, 3, 3]
+    pool.free(a)
+    with pytest.raises(Fragmented):
+        pool.mmu.plan_free_run(5)
+    assert pool.run(pool.mmu.plan_below(0.0)) == 0
+    assert pool.blocks(b) == blocks and pool.refs(b) == [2, 2, 2]
+    pool.mmu.end_lease(lease)
+    assert pool.run(pool.mmu.plan_free_run(5)) == 2
+    assert pool.refs(b) == [1, 1, 1]
+    pool.check()
+
+
 def test_a_block_shared_by_a_sequence_in_no_batch_is_repointed_there_too() -> None:
     """Kind 1, again with A in no current batch: B decodes on, A has not been seen for long."""
     pool, a, b = shared_in_the_middle()
@@ -968,6 +985,19 @@ _CONFIGS: list[tuple[dict[str, Any], str]] = [
     *[({"page_aware": value}, "page_aware") for value in (1, 0, "yes")],
     ({"max_blocks_per_sequence": 9}, "max_blocks_per_sequence"),
     ({"max_blocks_per_sequence": 0}, "max_blocks_per_sequence"),
+    *[({"anchor": value}, "anchor") for value in (1.0, 8, -0.1, float("nan"), "0.15", True)],
+    *[
+        ({name: value}, name)
+        for name in ("windows_below", "gather_least")
+        for value in (1.5, -0.1, float("nan"), "1", True)
+    ],
+    *[({"guarantee": value}, "guarantee") for value in (-1, 0.5, "1", True, 2**40)],
+    ({"guarantee": 0, "placement": "fifo"}, "guarantee"),
+    *[({"hold_blocks": value}, "hold_blocks") for value in (-1, 513, 1.0, True)],
+    *[({"table_nodes": value}, "table_nodes") for value in (0, 3, 2**22, 4.0)],
+    *[({"page_orders": value}, "page_orders") for value in ((), (1, 2), (0, 10), (0, -1), 3)],
+    *[({"null_block": value}, "null_block") for value in (-1, 9, "middle", 1.0, True)],
+    ({"medium_from": 100, "huge_from": 99}, "medium_from"),
 ]
 
 
@@ -975,8 +1005,7 @@ _CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_a_setting_out_of_range_is_named_with_what_is_allowed(
     bad: dict[str, Any], name: str
 ) -> None:
-    """Kind 46. There is no anchor region yet; the longest sequence stands in for what must not
-    be larger than the pool."""
+    """Kind 46."""
     with pytest.raises(InvalidConfig) as caught:
         MMU(**{"num_blocks": 8, "block_size": 4, **bad})
     message = str(caught.value)
