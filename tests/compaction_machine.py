@@ -4,7 +4,8 @@ move.
 What lives here: plans of all goals, leases, memory that is given back and taken back, passes that
 end as passes end when something breaks (the mover raises, the process is killed between copy and
 commit, a rank never answers, a step never signals its end, a source changes under way), and a
-counter for each such point. What never lives here: what must hold after each operation (the base machine checks it), a test.
+counter for each such point. What never lives here: what must hold after each operation (the base
+machine checks it), a test.
 """
 
 from __future__ import annotations

@@ -4,6 +4,32 @@ Each test is named after the promise that it keeps; the number in its docstring 
 the project's list of hazards. ``P(n, t)`` there is ``SmallPool(n, t)`` here: every position holds
 8 bytes that depend on its whole prefix, so a wrong move shows. What those lists say of swap to
 host waits until there is swap.
+
+Where the tests of each kind are, beside the random walks of ``test_machine.py`` and
+``test_compaction_machine.py``, which run into most of them (``cache``: ``test_cache_hazards.py``,
+``virtual``: ``test_virtual_memory.py``, ``layout``: ``test_layout.py``):
+
+==============================  ===================================================================
+1, 2, 3, 10, 12                 here
+4, 5, 8, 11                     here; cache (4, 11: virtual too)
+6, 7                            layout, cache
+9                               here; ``test_compaction.py``
+13, 14, 16                      virtual (13: ``test_eviction.py`` too)
+15                              here; virtual
+17, 18                          ``test_rows.py``, layout, cache; layout, virtual
+19 to 24                        here
+25 to 29                        here; cache
+30                              cache
+31 to 38                        here (34: golden hash and equal hashes in ``prefix/`` of the core)
+39, 41                          cache, with leases in the place of swap
+40, 42                          wait for swap
+43, 44                          virtual, cache; layout, cache
+45                              ``test_cache.py``, cache
+46                              here; ``test_config.py``
+47                              ``test_ranks.py``, cache
+48                              here; virtual
+49                              ``rust/kvmmu/tests/threads.rs``; ``test_give_back.py``
+==============================  ===================================================================
 """
 
 from __future__ import annotations
@@ -11,9 +37,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1231,3 +1259,15 @@ def test_steps_used_out_of_order_are_refused_by_number() -> None:
                 call(number)
             assert caught.value.step == number
     pool.check()
+
+
+# -- the list itself -------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_test_that_names_it() -> None:
+    """But for those that wait for swap."""
+    root = Path(__file__).parents[1]
+    files = [*(root / "tests").glob("test_*.py"), *(root / "rust/kvmmu/tests").glob("*.rs")]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    named = {int(kind) for kind in re.findall(r"(?:Kind |Kinds \d+ and |test_hazard_)(\d+)", text)}
+    assert {*range(1, 50)} - named == {40, 42}
