@@ -197,10 +197,8 @@ impl World {
         let mut random = Random(seed);
         while !self.done.load(Ordering::Relaxed) {
             let granule = [1, 4, 16][random.below(3) as usize];
-            let away = self
-                .mmu
-                .shrink(1 + random.below(u64::from(blocks) / 8) as u32, granule);
-            let away = away.unwrap();
+            let wanted = 1 + random.below(u64::from(blocks) / 8) as u32;
+            let away = self.mmu.take_offline(wanted, granule).unwrap();
             let slots = || {
                 away.iter()
                     .flat_map(|&b| b as usize * SIZE..(b as usize + 1) * SIZE)
@@ -208,9 +206,10 @@ impl World {
             slots().for_each(|slot| self.memory[slot].store(u64::MAX, Ordering::Relaxed));
             rest();
             assert!(slots().all(|slot| self.memory[slot].load(Ordering::Relaxed) == u64::MAX));
+            let away: Vec<i64> = away.into_iter().map(i64::from).collect();
             let (some, others) = away.split_at(random.below(away.len() as u64 + 1) as usize);
             for part in [others, some] {
-                self.mmu.grow(part).unwrap();
+                self.mmu.bring_online(part).unwrap();
             }
             rest();
         }
