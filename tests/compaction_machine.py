@@ -1,10 +1,11 @@
 """The machine of ``machine.py`` with every goal of compaction, and with faults at every point of a
 move.
 
-What lives here: plans of all goals, leases, passes that end as passes end when something breaks
-(the mover raises, the process is killed between copy and commit, a rank never answers, a step never
-signals its end, a source changes under way), and a counter for each such point. What never lives
-here: what must hold after each operation (the base machine checks it), a test.
+What lives here: plans of all goals, leases, memory that is given back and taken back, passes that
+end as passes end when something breaks (the mover raises, the process is killed between copy and
+commit, a rank never answers, a step never signals its end, a source changes under way), and a
+counter for each such point. What never lives here: what must hold after each operation (the base
+machine checks it), a test.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from kvmmu import Moves, OutOfBlocks, Plan, RankedCompaction, RankTimeout, run_plan
+from kvmmu import (
+    InvalidBlock,
+    Moves,
+    OutOfBlocks,
+    Plan,
+    RankedCompaction,
+    RankTimeout,
+    run_plan,
+)
 
 from .machine import (
     MAX_MOVES_IN_FLIGHT,
@@ -48,6 +58,9 @@ FAULTS = (
     *(f"lost to {change}" for change in LOSES),
 )
 """Every point at which something breaks. Each must be reached in a run of the tests."""
+
+ELSEWHERE = 0xE1_E1_E1_E1_E1_E1_E1_E1
+"""What the new owner of memory that was given back writes there."""
 
 TRIGGERS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -140,6 +153,7 @@ class CompactionMachine(MMUMachine):
         self.leased: Counter[int] = Counter()
         self.silent: int | None = None
         self.fenced = 0
+        self.offline: set[int] = set()
         config = dict(TRIGGERS[trigger])
         start = config.pop("compaction_start", None)
         super().build(
@@ -302,6 +316,61 @@ class CompactionMachine(MMUMachine):
             block = sorted(self.pins)[block % len(self.pins)]
         if not self.leased[block]:
             super().unpin(block, False)
+
+    # -- memory given back -----------------------------------------------------------------------
+
+    @rule(count=index, granule=st.sampled_from([1, 2, 4, 64]))
+    def shrink(self, count: int, granule: int) -> None:
+        """Blocks go offline, and somebody else writes into their memory."""
+        granule = min(granule, 1 << (self.n.bit_length() - 1))
+        before, tables = self.mmu.states(), self.all_tables()
+        wanted = before["offline"] + count * self.scale % (before["available"] + 2)
+        taken = self.mmu.shrink(wanted, granule=granule).tolist()
+        after = self.mmu.states()
+        assert taken == sorted(set(taken)) and not self.offline & set(taken)
+        assert len(taken) % granule == 0
+        assert after["offline"] == before["offline"] + len(taken)
+        assert after["available"] == before["available"] - len(taken)
+        assert after["offline"] >= wanted or len(taken) <= count * self.scale
+        assert self.all_tables() == tables
+        self.offline |= set(taken)
+        self.device.values[taken] = ELSEWHERE
+        self.device.tails[taken] = ELSEWHERE & 0xFF
+
+    @rule(count=index, granule=st.sampled_from([1, 2, 4, 64]), everything=st.booleans())
+    def grow(self, count: int, granule: int, everything: bool) -> None:
+        """Some of them, or all, come back; those that are not offline do not."""
+        granule = min(granule, 1 << (self.n.bit_length() - 1))
+        wanted = None if everything else count * self.scale
+        back = self.mmu.offline_blocks(wanted, granule=granule)
+        assert set(back.tolist()) <= self.offline
+        assert len(back) >= min(wanted or 0, len(self.offline)) and (
+            not everything or len(back) == len(self.offline)
+        )
+        here = sorted(set(range(self.n)) - self.offline)
+        if here:
+            wrong = np.append(back, here[count % len(here)])
+            error = self.refused(InvalidBlock, lambda: self.mmu.grow(wrong))
+            assert error.block == wrong[-1]
+        if len(back):
+            self.refused(InvalidBlock, lambda: self.mmu.grow(np.append(back, back[0])))
+        self.mmu.grow(back)
+        self.offline -= set(back.tolist())
+
+    @rule(count=index, granule=st.sampled_from([1, 2, 4]), most=st.sampled_from([None, 1, 5]))
+    def make_room_to_shrink(self, count: int, granule: int, most: int | None) -> None:
+        """A plan towards blocks that can be given back, carried out; then they can be."""
+        if self.alone or granule > self.n:
+            return
+        wanted = 1 + count * self.scale % self.n
+        plan, _ = self.attempt(
+            lambda: self.mmu.plan_shrink(wanted, granule=granule, max_blocks=most), OutOfBlocks
+        )
+        if plan is None:
+            return
+        assert most is None or len(plan) <= most
+        self.keep(plan)
+        self.carry_out(plan)
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -506,7 +575,7 @@ class CompactionMachine(MMUMachine):
     @rule(fails_after=st.one_of(st.none(), st.integers(0, 3)))
     def compact_at_once(self, fails_after: int | None) -> None:
         """Unless only the trigger may move."""
-        if not self.alone:
+        if not self.alone and not self.offline:
             super().compact_at_once(fails_after)
 
     @precondition(lambda self: self.sequences and not self.flights)
@@ -523,6 +592,17 @@ class CompactionMachine(MMUMachine):
             super().race(at, what, tokens, when, end)
 
     # -- what must hold after every operation ----------------------------------------------------
+
+    @invariant()
+    def offline_memory_is_not_touched(self) -> None:
+        """What is somebody else's memory is neither written nor counted as ours."""
+        if not hasattr(self, "mmu"):
+            return
+        away = sorted(self.offline)
+        assert self.mmu.states()["offline"] == len(away)
+        assert (self.device.values[away] == ELSEWHERE).all()
+        assert (self.device.tails[away] == ELSEWHERE & 0xFF).all()
+        assert not self.offline & {block for row in self.all_tables().values() for block in row}
 
     def check_held(self, elsewhere: int) -> None:
         """A window that is being filled is held as far as it is not filled."""
@@ -546,10 +626,12 @@ class CompactionMachine(MMUMachine):
         """The base's and ours, for walks."""
         super().everything_holds()
         self.moves_and_fences()
+        self.offline_memory_is_not_touched()
 
     def teardown(self) -> None:
-        """Leases end first: the base knows pins only."""
+        """Leases end first, and memory comes back: the base knows pins only."""
         if hasattr(self, "mmu") and sys.exc_info()[0] is None:
             while self.leases:
                 self.end_lease(0)
+            self.grow(0, 1, True)
         super().teardown()

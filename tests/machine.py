@@ -548,7 +548,7 @@ class MMUMachine(RuleBasedStateMachine):
             assert self.fingerprint() == before, f"{caught!r} changed something"
             if isinstance(caught, OutOfBlocks):
                 assert caught.needed > caught.available or hasattr(caught, "largest_run")
-                assert caught.num_blocks == self.n
+                assert caught.num_blocks == self.mmu.num_blocks - self.mmu.states()["offline"]
             return None, caught
 
     def known_prefix(self, sequence: Sequence) -> int:
@@ -672,7 +672,8 @@ class MMUMachine(RuleBasedStateMachine):
         assert quote.num_cached_tokens == matched
         assert quote.needed == expected.num_blocks - matched // self.size
         assert quote.available <= self.mmu.states()["available"]
-        assert quote.when in ("now", "moves", "frees", "never")
+        away = self.mmu.states()["offline"]
+        assert quote.when in ("now", "frees", "never", *(["grows"] if away else []))
         if expected.num_blocks > self.limit:
             assert quote.when == "never"
         else:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -253,6 +254,27 @@ def test_figures_are_kept_when_the_table_cannot_be_printed(tmp_path: Path) -> No
     assert "standard output cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads(file.read_text())["finished"] == 5
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", "closed"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--version",), ("--help",), ("doctor",), ("soak", "drop", "--show")],
+    ids=" ".join,
+)
+def test_what_cannot_be_printed_is_a_sentence(arguments: tuple[str, ...], stdout: str) -> None:
+    """Every way in which commands print: ours, and libraries' (silent when it is closed)."""
+    command = shlex.join([*COMMAND, *arguments])
+    to = ">&-" if stdout == "closed" else f"> {stdout}"
+    done = subprocess.run(
+        f"{command} {to}", shell=True, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    if stdout == "closed" and arguments[0].startswith("--"):
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvmmu: the standard output cannot be written: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

@@ -58,6 +58,21 @@ MOVES: list[Operation] = [
     (4, lambda m: True, lambda m, r: m.passes(r.choice([None, None, 3]))),
     (3, lambda m: m.sequences, lambda m, r: m.lease(*(r.randrange(64) for _ in range(3)))),
     (3, lambda m: m.leases, lambda m, r: m.end_lease(r.randrange(64))),
+    (
+        3,
+        lambda m: True,
+        lambda m, r: m.shrink(r.randrange(64), r.choice([1, 2, 4, 64])),
+    ),
+    (
+        4,
+        lambda m: m.offline,
+        lambda m, r: m.grow(r.randrange(64), r.choice([1, 2, 4, 64]), r.random() < 0.4),
+    ),
+    (
+        2,
+        lambda m: True,
+        lambda m, r: m.make_room_to_shrink(r.randrange(64), r.choice([1, 2, 4]), some(r)),
+    ),
     (4, lambda m: True, lambda m, r: m.mover_raises(*goal(r), r.randrange(10))),
     (4, lambda m: True, lambda m, r: m.killed(*goal(r), r.random() < 0.5)),
     (3, lambda m: True, deaf),

@@ -4,6 +4,32 @@ Each test is named after the promise that it keeps; the number in its docstring 
 the project's list of hazards. ``P(n, t)`` there is ``SmallPool(n, t)`` here: every position holds
 8 bytes that depend on its whole prefix, so a wrong move shows. What those lists say of swap to
 host waits until there is swap.
+
+Where the tests of each kind are, beside the random walks of ``test_machine.py`` and
+``test_compaction_machine.py``, which run into most of them (``cache``: ``test_cache_hazards.py``,
+``virtual``: ``test_virtual_memory.py``, ``layout``: ``test_layout.py``):
+
+==============================  ===================================================================
+1, 2, 3, 10, 12                 here
+4, 5, 8, 11                     here; cache (4, 11: virtual too)
+6, 7                            layout, cache
+9                               here; ``test_compaction.py``
+13, 14, 16                      virtual (13: ``test_eviction.py`` too)
+15                              here; virtual
+17, 18                          ``test_rows.py``, layout, cache; layout, virtual
+19 to 24                        here
+25 to 29                        here; cache
+30                              cache
+31 to 38                        here (34: golden hash and equal hashes in ``prefix/`` of the core)
+39, 41                          cache, with leases in the place of swap
+40, 42                          wait for swap
+43, 44                          virtual, cache; layout, cache
+45                              ``test_cache.py``, cache
+46                              here; ``test_config.py``
+47                              ``test_ranks.py``, cache
+48                              here; virtual
+49                              ``rust/kvmmu/tests/threads.rs``; ``test_give_back.py``
+==============================  ===================================================================
 """
 
 from __future__ import annotations
@@ -11,9 +37,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +126,23 @@ def test_pinned_blocks_stay_while_all_else_moves_and_move_when_unpinned() -> Non
     pool.unpin(*blocks)
     assert pool.run(pool.mmu.plan_free_run(5)) == 2
     assert pool.refs(a) == pool.refs(b) == [2, 2, 2]
+    pool.check()
+
+
+def test_blocks_that_a_transfer_reads_stay_while_all_else_moves() -> None:
+    """Kind 1, again with A on its way to the host: a lease stands for the swap."""
+    pool, a, b = shared_in_the_middle()
+    blocks = pool.blocks(a)
+    lease, leased = pool.mmu.lease(a, 0, 10)
+    assert leased.tolist() == blocks and pool.refs(a) == [3, 3, 3]
+    pool.free(a)
+    with pytest.raises(Fragmented):
+        pool.mmu.plan_free_run(5)
+    assert pool.run(pool.mmu.plan_below(0.0)) == 0
+    assert pool.blocks(b) == blocks and pool.refs(b) == [2, 2, 2]
+    pool.mmu.end_lease(lease)
+    assert pool.run(pool.mmu.plan_free_run(5)) == 2
+    assert pool.refs(b) == [1, 1, 1]
     pool.check()
 
 
@@ -968,6 +1013,19 @@ _CONFIGS: list[tuple[dict[str, Any], str]] = [
     *[({"page_aware": value}, "page_aware") for value in (1, 0, "yes")],
     ({"max_blocks_per_sequence": 9}, "max_blocks_per_sequence"),
     ({"max_blocks_per_sequence": 0}, "max_blocks_per_sequence"),
+    *[({"anchor": value}, "anchor") for value in (1.0, 8, -0.1, float("nan"), "0.15", True)],
+    *[
+        ({name: value}, name)
+        for name in ("windows_below", "gather_least")
+        for value in (1.5, -0.1, float("nan"), "1", True)
+    ],
+    *[({"guarantee": value}, "guarantee") for value in (-1, 0.5, "1", True, 2**40)],
+    ({"guarantee": 0, "placement": "fifo"}, "guarantee"),
+    *[({"hold_blocks": value}, "hold_blocks") for value in (-1, 513, 1.0, True)],
+    *[({"table_nodes": value}, "table_nodes") for value in (0, 3, 2**22, 4.0)],
+    *[({"page_orders": value}, "page_orders") for value in ((), (1, 2), (0, 10), (0, -1), 3)],
+    *[({"null_block": value}, "null_block") for value in (-1, 9, "middle", 1.0, True)],
+    ({"medium_from": 100, "huge_from": 99}, "medium_from"),
 ]
 
 
@@ -975,8 +1033,7 @@ _CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_a_setting_out_of_range_is_named_with_what_is_allowed(
     bad: dict[str, Any], name: str
 ) -> None:
-    """Kind 46. There is no anchor region yet; the longest sequence stands in for what must not
-    be larger than the pool."""
+    """Kind 46."""
     with pytest.raises(InvalidConfig) as caught:
         MMU(**{"num_blocks": 8, "block_size": 4, **bad})
     message = str(caught.value)
@@ -1202,3 +1259,15 @@ def test_steps_used_out_of_order_are_refused_by_number() -> None:
                 call(number)
             assert caught.value.step == number
     pool.check()
+
+
+# -- the list itself -------------------------------------------------------------------------
+
+
+def test_every_kind_has_a_test_that_names_it() -> None:
+    """But for those that wait for swap."""
+    root = Path(__file__).parents[1]
+    files = [*(root / "tests").glob("test_*.py"), *(root / "rust/kvmmu/tests").glob("*.rs")]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    named = {int(kind) for kind in re.findall(r"(?:Kind |Kinds \d+ and |test_hazard_)(\d+)", text)}
+    assert {*range(1, 50)} - named == {40, 42}

@@ -300,6 +300,12 @@ def test_used_up_tables_leave_a_sound_manager() -> None:
     assert MMU(2000, 1, table_nodes=4).quote(np.zeros(600, np.int32)).when == "never"
 
 
+def test_no_page_table_has_more_entries_than_the_reverse_map_can_name() -> None:
+    """The last entry of a table of 2**22 nodes was taken for a chain of mappings."""
+    with pytest.raises(InvalidConfig, match="4194303"):
+        MMU(8, table_nodes=2**22)
+
+
 def test_validate_sees_what_somebody_wrote_into_the_tables() -> None:
     mmu = MMU(8, 4)
     buffers = tables(mmu)

@@ -119,6 +119,10 @@ def test_a_scenario_that_was_printed_and_saved_is_the_same(tmp_path: Path) -> No
         ({"pool": {"block_bytes": "many"}}, "pool.block_bytes"),
         ({"pool": {"blocks": 3}}, "num_blocks"),
         ({"server": {"step": 0.0}}, "server.step"),
+        ({"server": {"step": "1ns"}}, "server.step: 1e-09 s"),
+        ({"server": {"step": "2min"}}, "server.step: 120 s"),
+        ({"server": {"timeout": 0.0}}, "server.timeout: 0 s"),
+        ({"server": {"timeout": 1e8}}, "server.timeout: 1e+08 s"),
         ({"server": {"copy_rate": 0}}, "server.copy_rate"),
         ({"server": {"spare": 0.0}}, "server.spare"),
         ({"server": {"timeout": -1.0}}, "server.timeout"),
@@ -211,6 +215,40 @@ def test_a_rate_that_is_scaled_changes_how_many_arrive() -> None:
 def test_more_requests_than_fit_are_refused_before_they_are_made() -> None:
     with pytest.raises(InvalidConfig, match="allowed: at most"):
         requests(changed(MIX, hours=700.0, phases=[{"length": 3600.0, "rate": 10_000.0}]), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phases", "said"),
+    [
+        ({}, [{"length": "1ns", "rate": 1.0}], "stretches"),
+        (
+            {"turns": {"count": {"fixed": 1 << 24}, "branches": 16, "branching": 1.0}},
+            [{"length": "10s", "rate": 1.5}],
+            "with all turns",
+        ),
+        (
+            {"prefix": {"texts": 100_000, "tokens": {"fixed": 1 << 24}}},
+            [{"length": "10s", "rate": 1.5}],
+            "the texts of agent",
+        ),
+        (
+            {"prompt": {"fixed": 1 << 24}},
+            [{"length": "10s", "rate": 200.0}],
+            "the prompts",
+        ),
+    ],
+)
+def test_a_scenario_of_absurd_numbers_is_refused_before_it_takes_the_memory(
+    kind: dict[str, Any], phases: list[dict[str, Any]], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would run for ever, or draw more than any memory holds."""
+    monkeypatch.setattr("kvmmu.soak.workload.MAX_REQUESTS", 100_000)  # (so that this is quick)
+    agent = json.loads(json.dumps(AGENTS["kinds"][0]))
+    agent["turns"] |= kind.get("turns", {})
+    scenario = changed(AGENTS, kinds=[{**agent, **kind, "turns": agent["turns"]}], phases=phases)
+    with pytest.raises(InvalidConfig, match="allowed: at most") as refused:
+        requests(scenario, 0)
+    assert said in str(refused.value)
 
 
 def test_a_trace_is_wanted_or_it_is_not() -> None:
@@ -562,6 +600,30 @@ def test_a_difference_that_verify_finds_is_exit_status_1(
 def test_bad_input_exits_2_before_anything_runs(arguments: tuple[str, ...], said: str) -> None:
     done = command(*arguments)
     assert done.returncode == 2 and said in done.stderr and not done.stdout
+
+
+def test_figures_are_kept_when_the_table_cannot_be_printed(tmp_path: Path) -> None:
+    scenario, out = tmp_path / "mine.yaml", tmp_path / "out.json"
+    scenario.write_text(json.dumps({**MIX, "hours": 0.002, "warm_up": 0.0}))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, str(scenario), "--policy", "plain", "--json", str(out)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 2 and "standard output cannot be written" in done.stderr
+    assert json.loads(out.read_text())["policies"][0]["policy"] == "plain"
+
+
+def test_a_pool_that_no_machine_has_is_refused_in_the_words_of_the_scenario(tmp_path: Path) -> None:
+    """Not in those of replay's options, which soak has not."""
+    scenario = tmp_path / "mine.yaml"
+    scenario.write_text(json.dumps({**MIX, "pool": {**MIX["pool"], "num_blocks": 2**31 - 2}}))
+    done = command(str(scenario), "--policy", "plain")
+    assert done.returncode == 2 and "this machine has" in done.stderr, done.stderr
+    assert "--" not in done.stderr
 
 
 def test_definitions_and_scenarios_are_printed() -> None:

@@ -57,7 +57,7 @@ class MMU:
             sequence always begins at the start of a page, wherever its cached prefix lies.)
         null_block: which of the ``num_blocks + 1`` physical blocks padding points at and nobody is
             given: ``"last"``, ``"first"`` or its number. The usable blocks are the others.
-        table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**22; default: enough for
+        table_nodes: page-table nodes of 4 KiB (touched on first use), 4 .. 2**22 - 1; default: enough for
             every mix of sequences, or 65,536 where that would be more (see ``OutOfTables``).
         prefix_caching: keep the blocks of closed sequences for later prompts.
         placement: ``"address"`` (lowest address first, prompts in few long runs), ``"fullest"``

@@ -9,6 +9,7 @@ Exit codes: 0 fine, 1 a check failed, 2 bad input, 130 stopped with Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:  # help and version are printed by libraries
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"kvmmu: the standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 

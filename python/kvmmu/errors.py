@@ -67,7 +67,8 @@ class KVCacheError(Exception):
 
 
 class OutOfBlocks(KVCacheError, MemoryError):
-    """Not enough available blocks. Numbers: ``needed``, ``available``, ``num_blocks``."""
+    """Not enough available blocks. Numbers: ``needed``, ``available``, ``num_blocks`` (without
+    those that are offline)."""
 
 
 class Fragmented(OutOfBlocks):

@@ -77,10 +77,16 @@ def complain(sentence: str) -> None:
     print(f"kvmmu: {sentence}", file=sys.stderr, flush=True)
 
 
-def show(what: rich.console.RenderableType, *, as_is: bool = False) -> None:
-    """``as_is``: text to copy, neither wrapped nor read as markup."""
+def show(
+    what: rich.console.RenderableType, *, as_is: bool = False, piped_width: int | None = None
+) -> None:
+    """``as_is``: text to copy, neither wrapped nor read as markup. ``piped_width``: of a table
+    that is not read on a terminal."""
+    if sys.stdout is None:
+        raise InvalidConfig("the standard output cannot be written: it is closed")
     try:
-        console = rich.console.Console(highlight=False)
+        width = None if sys.stdout.isatty() else piped_width
+        console = rich.console.Console(highlight=False, width=width)
         console.print(what, soft_wrap=as_is, markup=not as_is)
         sys.stdout.flush()
     except OSError as error:

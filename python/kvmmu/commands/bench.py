@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import rich.console
 import typer
 
 from .. import bench as benches
@@ -66,7 +65,6 @@ def bench(
             except OSError as error:
                 text = f"--json: {json_file} cannot be written: {error.strerror}"
                 raise InvalidConfig(text) from None
-        console = rich.console.Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-        console.print(table(rows, run))
+        show(table(rows, run), piped_width=150)
         for remark in remarks(rows, run):
             show(remark, as_is=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import rich.console
 import rich.progress
 import typer
+from rich.console import RenderableType
 
 from ..errors import InvalidConfig
 from ..pictures import Run, check_library, page
@@ -181,21 +182,22 @@ def soak(
             raise InvalidConfig("--metrics-port: with several runs, allowed: with one policy")
         with serve_metrics(metrics_port) as collector, stop_on_ctrl_c() as stopped:
             if concurrency:
-                figures = _concurrency(tasks, probes, processes, stopped, quiet=quiet)
+                figures, tables = _concurrency(tasks, probes, processes, stopped, quiet=quiet)
             elif sensitive:
-                figures = _sensitivity(first, processes, stopped, quiet=quiet)
+                figures, tables = _sensitivity(first, processes, stopped, quiet=quiet)
             else:
                 soaked = _policies(tasks, processes, stopped, collector, quiet=quiet)
                 results = [one.figures for one in soaked]
                 if html_file is not None:
                     write_text(html_file, _page(loaded, soaked), "--html")
-                if not quiet:
-                    _show(scenario, loaded, results)
                 stopped_early = any(one["interrupted"] for one in results)
                 figures = {"policies": results, "interrupted": stopped_early}
+                tables = _tables(scenario, loaded, results)
         figures = {"scenario": loaded.model_dump(mode="json"), **figures}
         if json_file is not None:
             write_json(json_file, figures)
+        for shown_below in () if quiet else tables:  # last: a run of hours must not be lost to it
+            show(shown_below)
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
         if verify:
@@ -263,12 +265,15 @@ def _policies(
         return run_soak(tasks, processes=processes, watch=lambda told: advance(told) or stopped())
 
 
-def _show(name: str, scenario: scenarios.Scenario, results: Sequence[dict[str, Any]]) -> None:
-    show(table(scenario, results))
+def _tables(
+    name: str, scenario: scenarios.Scenario, results: Sequence[dict[str, Any]]
+) -> list[RenderableType]:
     beside = published(name)
-    if beside is not None:
-        show(beside)
-    show("What the rows and policies mean: kvmmu soak --definitions. All of it is simulated.")
+    return [
+        table(scenario, results),
+        *([] if beside is None else [beside]),
+        "What the rows and policies mean: kvmmu soak --definitions. All of it is simulated.",
+    ]
 
 
 def _page(scenario: scenarios.Scenario, soaked: Sequence[Soaked]) -> str:
@@ -297,7 +302,7 @@ def _concurrency(
     stopped: Callable[[], bool],
     *,
     quiet: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[RenderableType]]:
     tasks = [task if task.hours is not None else replace(task, hours=PROBE_HOURS) for task in tasks]
     with _progress(quiet, [f"{task.policy}, a probe" for task in tasks], tasks) as advance:
         found = sustained(
@@ -306,32 +311,30 @@ def _concurrency(
             processes=processes,
             watch=lambda told: advance(told) or stopped(),
         )
-    if not quiet:
-        show(rates(tasks[0].scenario, found))
-    return {
+    figures = {
         "concurrency": [{**asdict(one), "concurrency": one.concurrency} for one in found],
         "interrupted": stopped(),
     }
+    return figures, [rates(tasks[0].scenario, found)]
 
 
 def _sensitivity(
     first: Task, processes: int | None, stopped: Callable[[], bool], *, quiet: bool
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[RenderableType]]:
     planned = variants(first)
     labels = [f"{one.what} {one.value}, {one.task.policy}" for one in planned]
     tasks = [one.task for one in planned]
     with _progress(quiet, labels, tasks) as advance:
         soaked = run_soak(tasks, processes=processes, watch=lambda told: advance(told) or stopped())
     results = [one.figures for one in soaked]
-    if not quiet:
-        show(sensitivity(planned, results))
-    return {
+    figures = {
         "sensitivity": [
             {"varied": one.what, "value": one.value, **result}
             for one, result in zip(planned, results, strict=True)
         ],
         "interrupted": any(result["interrupted"] for result in results),
     }
+    return figures, [sensitivity(planned, results)]
 
 
 @contextmanager

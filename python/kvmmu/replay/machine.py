@@ -79,7 +79,10 @@ class Machine:
             table = np.empty((rows, width + width % 2), dtype=np.int32)
             slot_mapping = np.empty(slots, dtype=np.int64)
         except MemoryError as error:
-            raise InvalidConfig(f"--blocks, --block-size: too large for memory ({error})") from None
+            raise InvalidConfig(
+                f"{options.blocks} blocks of {options.block_size} tokens are too many for this "
+                f"machine ({error})"
+            ) from None
         self.contents = contents
         self._flat = contents.reshape(-1)
         self.owners = owners.reshape(-1)
@@ -155,6 +158,6 @@ def _check_memory(options: Options, rows: int, width: int, slots: int) -> None:
         return
     if needed > memory:
         raise InvalidConfig(
-            f"--blocks: {options.blocks} blocks of {options.block_size} tokens need "
+            f"{options.blocks} blocks of {options.block_size} tokens need "
             f"{needed / 2**30:.1f} GiB, this machine has {memory / 2**30:.1f} GiB"
         )

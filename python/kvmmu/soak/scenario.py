@@ -164,8 +164,11 @@ class Server(Section):
     """Of the pool, kept when memory is given back; none: no memory is given back."""
 
     def contradictions(self) -> Iterator[tuple[Keys, str]]:
-        if self.step <= 0:
-            yield ("step",), f"{self.step:g} s given, allowed: above 0"
+        # The ranges of the serving loop, whose own words are options of another command.
+        for name, low, high in (("step", 1e-6, 60.0), ("timeout", 0.001, 1e7)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                yield (name,), f"{value:g} s given, allowed: {low:g} to {high:.12g} s"
         if self.copy_rate <= 0:
             yield ("copy_rate",), "0 given, allowed: above 0"
         if self.spare is not None and self.spare < 0.001:

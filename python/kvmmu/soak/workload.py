@@ -21,6 +21,10 @@ from .scenario import Lengths, Phase, Scenario, Turns
 __all__ = ["MAX_REQUESTS", "requests"]
 
 MAX_REQUESTS = 20_000_000
+MAX_PHASES = 1_000_000
+"""Stretches of one rate in all hours together."""
+MAX_GROUPS = 100_000_000
+"""Groups of 512 tokens of all prompts together, and of all shared texts: 8 bytes each."""
 I64 = npt.NDArray[np.int64]
 
 
@@ -102,11 +106,18 @@ class _Drawn:
     def _arrive(self) -> tuple[npt.NDArray[np.float64], I64]:
         """Times of arrival, and kinds."""
         end, at = self._scenario.hours * 3600, 0.0
+        phases = self._scenario.phases
+        stretches = len(phases) * end / sum(phase.length for phase in phases)
+        if stretches > MAX_PHASES:
+            raise InvalidConfig(
+                f"phases: {stretches:.0f} stretches in {self._scenario.hours:g} hours, "
+                f"allowed: at most {MAX_PHASES}"
+            )
         times: list[npt.NDArray[np.float64]] = []
         kinds: list[I64] = []
         total = 0
         while at < end:
-            for phase in self._scenario.phases:
+            for phase in phases:
                 length = min(phase.length, end - at)
                 if length <= 0:
                     break
@@ -150,6 +161,7 @@ class _Drawn:
             if of_kind.prefix is None:
                 continue
             lengths = draw(of_kind.prefix.tokens, of_kind.prefix.texts, self._texts) // TRACE_BLOCK
+            _few_enough(fresh + int(lengths.sum()), f"the texts of {of_kind.name}")
             texts = []
             for length in lengths.tolist():
                 texts.append(np.arange(fresh, fresh + length, dtype=np.uint64))
@@ -163,6 +175,7 @@ class _Drawn:
                 shared[request] = texts[text]
                 prompts[request] += len(texts[text]) * TRACE_BLOCK
         groups = -(-prompts // TRACE_BLOCK)
+        _few_enough(int(groups.sum()), "the prompts")
         starts = np.zeros(len(prompts) + 1, dtype=np.int64)
         np.cumsum(groups, out=starts[1:])
         ids = np.arange(fresh, fresh + int(starts[-1]), dtype=np.uint64)
@@ -202,11 +215,11 @@ class _Drawn:
                         outputs.append(answer)
                     parent = first
                     tokens = prompts[first - base] + outputs[first - base]
-                if base + len(parents) > MAX_REQUESTS:
-                    raise InvalidConfig(
-                        f"{base + len(parents)} requests with all turns, "
-                        f"allowed: at most {MAX_REQUESTS}"
-                    )
+                    if base + len(parents) > MAX_REQUESTS:
+                        raise InvalidConfig(
+                            f"{base + len(parents)} requests or more with all turns, "
+                            f"allowed: at most {MAX_REQUESTS}"
+                        )
         more = len(parents)
         last = np.full(more, trace.hash_starts[-1], dtype=np.int64)
         return Trace(
@@ -227,6 +240,13 @@ class _Drawn:
         n = turns.branches if self._lengths.random() < turns.branching else 1
         added = np.maximum(draw(turns.adds, n, self._lengths), 1).tolist()
         return list(zip(added, np.maximum(draw(output, n, self._lengths), 1).tolist(), strict=True))
+
+
+def _few_enough(groups: int, what: str) -> None:
+    if groups > MAX_GROUPS:
+        raise InvalidConfig(
+            f"{groups} groups of {TRACE_BLOCK} tokens in {what}, allowed: at most {MAX_GROUPS}"
+        )
 
 
 def draw(lengths: Lengths, count: int, random: np.random.Generator) -> I64:

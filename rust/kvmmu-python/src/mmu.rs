@@ -143,7 +143,12 @@ impl MMU {
             longest,
         )?;
         let nodes = config.default_table_nodes();
-        config.table_nodes = whole(table_nodes, "table_nodes", 1 << 22, nodes)?;
+        config.table_nodes = whole(
+            table_nodes,
+            "table_nodes",
+            i64::from(kvmmu::MAX_TABLE_NODES),
+            nodes,
+        )?;
         config.null_block = convert::null_block(null_block, num_blocks)?;
         config.prefix_caching = prefix_caching;
         config.placement = convert::placement(placement, seed)?;

@@ -8,6 +8,9 @@ use crate::table::NODE_BITS;
 pub const MAX_BLOCKS_PER_SEQUENCE: u32 = 512 * 512;
 /// Sequence slots that the upper two levels can name.
 pub const MAX_SEQUENCES: u32 = 512 * 512;
+/// Largest page table: a number of 22 bits names a node. One less, so that 31 bits hold one more than the
+/// place of any entry, as the reverse map writes it.
+pub const MAX_TABLE_NODES: u32 = (1 << NODE_BITS) - 1;
 /// Largest pool.
 pub const MAX_BLOCKS: u32 = i32::MAX as u32 - 1;
 /// Longest sequence whose virtual offset can be chosen: one table of 512 entries less.
@@ -87,7 +90,8 @@ pub struct Config {
     /// Longest sequence in blocks; at most `num_blocks` and [`MAX_BLOCKS_PER_SEQUENCE`]. Above
     /// 261,632 no sequence is shifted against its pages ([`Config::page_orders`]).
     pub max_blocks_per_sequence: u32,
-    /// Nodes (of 512 entries, 4 KiB each, touched on first use) of the page table.
+    /// Nodes (of 512 entries, 4 KiB each, touched on first use) of the page table, 4 ..=
+    /// [`MAX_TABLE_NODES`].
     pub table_nodes: u32,
     /// Keep the blocks of closed sequences for later prompts.
     pub prefix_caching: bool,
@@ -208,7 +212,7 @@ impl Config {
             1,
             longest,
         )?;
-        range("table_nodes", self.table_nodes, 4, 1 << NODE_BITS)?;
+        range("table_nodes", self.table_nodes, 4, MAX_TABLE_NODES)?;
         range("medium_from", self.medium_from, 0, self.huge_from)?;
         range("hold_blocks", self.hold_blocks, 0, 512)?;
         range("budget_blocks", self.budget_blocks, 1, MAX_BLOCKS)?;

@@ -67,7 +67,7 @@ pub use block_map::BlockMap;
 pub use compact::{Goal, Measure, Moves, Plan};
 pub use config::{
     Config, Eviction, MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_BLOCKS_PER_SEQUENCE, MAX_EVENTS,
-    MAX_SEQUENCES, PageOrders,
+    MAX_SEQUENCES, MAX_TABLE_NODES, PageOrders,
 };
 pub use error::{Error, Result};
 pub use pool::{End, Placement, Pool, PoolConfig, State, States, Zone};

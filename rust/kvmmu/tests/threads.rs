@@ -192,6 +192,29 @@ impl World {
         }
     }
 
+    /// Gives memory back and takes it back; meanwhile it is somebody else's, who writes into it.
+    fn keeper(&self, seed: u64, blocks: u32) {
+        let mut random = Random(seed);
+        while !self.done.load(Ordering::Relaxed) {
+            let granule = [1, 4, 16][random.below(3) as usize];
+            let wanted = 1 + random.below(u64::from(blocks) / 8) as u32;
+            let away = self.mmu.take_offline(wanted, granule).unwrap();
+            let slots = || {
+                away.iter()
+                    .flat_map(|&b| b as usize * SIZE..(b as usize + 1) * SIZE)
+            };
+            slots().for_each(|slot| self.memory[slot].store(u64::MAX, Ordering::Relaxed));
+            rest();
+            assert!(slots().all(|slot| self.memory[slot].load(Ordering::Relaxed) == u64::MAX));
+            let away: Vec<i64> = away.into_iter().map(i64::from).collect();
+            let (some, others) = away.split_at(random.below(away.len() as u64 + 1) as usize);
+            for part in [others, some] {
+                self.mmu.bring_online(part).unwrap();
+            }
+            rest();
+        }
+    }
+
     fn observer(&self, seed: u64) {
         let mut random = Random(seed);
         while !self.done.load(Ordering::Relaxed) {
@@ -244,6 +267,7 @@ fn eight_threads(blocks: u32, guarantee: Option<u32>, rounds: usize) -> usize {
         let helpers = [
             scope.spawn(move || world.compactor(seed + 1)),
             scope.spawn(move || world.observer(seed + 2)),
+            scope.spawn(move || world.keeper(seed + 3, blocks)),
         ];
         let engines: Vec<_> = (0..6)
             .map(|t| scope.spawn(move || world.engine(t, seed, rounds)))

@@ -19,6 +19,7 @@
 
 use std::ops::Range;
 
+use crate::config::MAX_TABLE_NODES;
 use crate::error::Result;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, zeroed_u32, zeroed_u64};
 use crate::table::Loc;
@@ -28,6 +29,8 @@ const CHAIN: u32 = 1 << 31;
 /// No line has this number.
 const PAIR: u32 = u32::MAX;
 const LINE: usize = 14;
+// One more than the place of any entry is neither of the two.
+const _: () = assert!(MAX_TABLE_NODES as u64 * 512 < CHAIN as u64);
 /// Orders that there may be.
 pub(crate) const ORDERS: usize = 10;
 
@@ -340,6 +343,28 @@ impl Reverse {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn the_last_entry_of_the_largest_table_is_an_entry_like_any_other() {
+        let last = MAX_TABLE_NODES * 512 - 1;
+        let (reverse, mut chains) = (Reverse::new(1, 1).unwrap(), Chains::default());
+        let mapped = |chains: &Chains| {
+            let mut all = Vec::new();
+            reverse.entries(chains, (0, 0), &mut all);
+            all.sort();
+            all
+        };
+        reverse.set_only((0, 0), last);
+        assert_eq!(mapped(&chains), [last]);
+        for loc in [7, 8] {
+            reverse.add(&mut chains, (0, 0), loc);
+        }
+        assert_eq!(mapped(&chains), [7, 8, last]);
+        for loc in [8, last, 7] {
+            reverse.remove(&mut chains, (0, 0), loc);
+        }
+        assert!(!reverse.is_mapped((0, 0)));
+    }
 
     proptest! {
         #[test]
