@@ -656,6 +656,22 @@ def test_a_truncated_recording_is_played_and_said_to_be_one(
     assert "in 4 calls" in printed.out
 
 
+def test_a_recording_of_which_nothing_is_left_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = several_frames(tmp_path)
+    whole = file.read_bytes()
+    for kept in range(len(whole) - 1, 0, -1):  # the first frame is cut when no call is left
+        file.write_bytes(whole[:kept])
+        code = main(["fuzz", "--from", str(file)])
+        printed = capsys.readouterr()
+        if "in 0 calls" in printed.out:
+            assert code == 1 and "nothing was checked" in printed.err
+            return
+        assert code == 0
+    raise AssertionError("some call was always left")
+
+
 def test_a_replay_is_recorded_and_plays_again(tmp_path: Path) -> None:
     file = tmp_path / "replay"
     command = [sys.executable, "-m", "kvmmu.cli", "replay", "--sample", "--limit", "60", "--quiet"]

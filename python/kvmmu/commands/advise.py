@@ -333,6 +333,7 @@ def _write(
             },
             "pages": pages,
             "compaction": {"auto_compact": verdict == "pays"},
+            "kvcache": {"device": "cuda"},  # the pool is as large as the GPU's memory
         }
     )
     try:

@@ -174,6 +174,9 @@ def _again(file: str, every: int, seconds: float, json_file: str | None, quiet: 
     if fault is None:
         if not quiet:
             show(f"no invariant broken in {result.calls:,} calls")
+        if not result.calls:
+            complain("check failed: nothing was checked, for the recording has no whole frame")
+            raise typer.Exit(CHECK_FAILED)
         return
     show(f"{type(fault).__name__} {result.failure}\n{fault}", as_is=True)
     for note in getattr(fault, "__notes__", ()):
