@@ -162,7 +162,7 @@ def test_huge_pages_are_refused_where_the_pool_or_the_caller_has_none() -> None:
     cases: list[tuple[MMU, dict[str, Any]]] = [
         (MMU(2048, 1, page_orders=(0, 2)), {}),
         (MMU(2048, 1), {"page_orders": (0, 2)}),
-        (MMU(2048, 1, placement="scatter"), {}),
+        (MMU(2048, 1, placement="scatter", page_orders=(0, 2)), {}),
     ]
     for mmu, keys in cases:
         with pytest.raises(Fragmented):
@@ -170,6 +170,28 @@ def test_huge_pages_are_refused_where_the_pool_or_the_caller_has_none() -> None:
         assert mmu.states()["empty"] == 2048
         mmu.open(ints(0, 511), require="huge", **keys)  # it has no complete region
         mmu.validate()
+
+
+@pytest.mark.parametrize("placement", ["address", "fullest", "fifo", "scatter"])
+@pytest.mark.parametrize(
+    ("config", "keys"), [({"page_orders": (0, 2)}, {}), ({}, {"page_orders": (0, 2)})]
+)
+@pytest.mark.parametrize("more", [1, 300, 600])
+def test_without_huge_pages_none_is_found_in_the_cache_however_it_lies(
+    config: dict[str, Any], keys: dict[str, Any], placement: str, more: int
+) -> None:
+    """512 blocks that lie as a huge page does are none, in a pool or for a prompt that has none."""
+    pool = mixed(1536, placement=placement, **config)
+    prompt = pool.fresh(HUGE)
+    pool.free(pool.alloc(prompt, page_orders=(0, 2)), pool.alloc(pool.fresh(HUGE)))
+    tokens = np.array(prompt + pool.fresh(more), np.int32)
+    quote = pool.mmu.quote(tokens, require="huge", **keys)
+    assert (quote.when, quote.num_cached_tokens) == ("never", 0)
+    with pytest.raises(Fragmented) as refused:
+        pool.mmu.open(tokens, require="huge", **keys)
+    assert refused.value.needed == (HUGE + more) // HUGE * HUGE
+    assert refused.value.available == 1536 == quote.available, "cached blocks count"
+    pool.check()
 
 
 def test_a_contiguous_start_that_takes_a_region_does_not_undo_the_huge_pages_required() -> None:
@@ -314,7 +336,8 @@ def test_quote_says_never_where_no_such_pool_has_the_shape() -> None:
     with pytest.raises(Fragmented):
         spoilt.open(ints(0, 1024), require="huge")
     spoilt.open(ints(0, 600), require="huge")
-    for config in ({"page_orders": (0, 2)}, {"placement": "fifo"}, {"placement": "scatter"}):
+    orders = {"page_orders": (0, 2)}
+    for config in (orders, {**orders, "placement": "fifo"}, {**orders, "placement": "scatter"}):
         pool = mixed(2048, **config)
         assert answer(pool, pool.fresh(512), **huge) == ("never", None)
         assert answer(pool, pool.fresh(511), **huge)[0] == "now", "it has no complete region"

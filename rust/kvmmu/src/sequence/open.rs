@@ -162,9 +162,9 @@ impl Mmu {
         let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let strict = opening.require_huge || contiguous > 0;
         let matched = self.matched_blocks(&mut shared, tokens, &keys, limit);
-        let matched = usable(matched, contiguous, opening.require_huge);
         let orders = (opening.page_orders).map(PageOrders::bits);
         let allowed = self.allowed_orders(tokens.len(), opening);
+        let matched = usable(matched, contiguous, opening.require_huge, allowed);
         let start = matched.len() as u32;
         let offset = match opening.require_huge {
             true => 0,
@@ -282,10 +282,21 @@ impl Mmu {
             } else {
                 0
             };
-            let needed = (regions * REGION).max(part.contiguous);
-            return Err(self.pool.refusal(needed));
+            // There are enough, cached ones that would be evicted among them: the shape is missing.
+            return Err(Error::Fragmented {
+                needed: u64::from((regions * REGION).max(part.contiguous)),
+                largest_run: u64::from(self.pool.runs().largest),
+                available: u64::from(self.available_beside(matched)),
+                num_blocks: u64::from(self.online()),
+            });
         }
         Ok(())
+    }
+
+    /// Blocks that are empty or may be evicted, when these stay.
+    fn available_beside(&self, matched: &[u32]) -> u32 {
+        let available = self.pool.empty() + self.holds.total() + self.pool.num_evictable();
+        available - self.evictable_among(matched)
     }
 
     /// Whether the shape that a part requires is to be had now, if its blocks are.
@@ -405,15 +416,15 @@ impl Mmu {
         let huge = opening.require_huge;
         let contiguous = self.blocks_for(opening.contiguous).min(blocks);
         let matched = self.matched_blocks(&mut shared, tokens, keys, limit);
-        let matched = usable(matched, contiguous, huge);
+        let allowed = self.allowed_orders(tokens.len(), opening);
+        let matched = usable(matched, contiguous, huge, allowed);
         let needed = total - matched.len();
-        let available = self.pool.empty() + self.holds.total() + self.pool.num_evictable()
-            - self.evictable_among(&matched);
+        let available = self.available_beside(&matched);
         let start = matched.len() as u32;
         let part = Part {
             at: start, // as it is where huge pages are required
             n: blocks - start,
-            orders: self.allowed_orders(tokens.len(), opening),
+            orders: allowed,
             zone: opening.zone,
             contiguous: run_wanted(contiguous, start, blocks, huge),
             huge,
@@ -456,14 +467,19 @@ impl Mmu {
 }
 
 /// What of a cached prefix serves a prompt whose first blocks, so many, must be one run, and whose
-/// regions must be huge pages.
-fn usable(mut matched: Vec<u32>, contiguous: u32, huge: bool) -> Vec<u32> {
+/// regions must be huge pages. `orders`: a bit for each page order that it may use; without huge ones
+/// no part of the cache is what it requires, however it lies.
+fn usable(mut matched: Vec<u32>, contiguous: u32, huge: bool, orders: u32) -> Vec<u32> {
     let contiguous = contiguous as usize;
     if contiguous > matched.len() || runs_behind(NONE, &matched[..contiguous]) > 1 {
         matched.clear();
     }
     if huge {
-        matched.truncate(whole_pages(&matched));
+        let pages = match orders >> 9 & 1 {
+            0 => 0,
+            _ => whole_pages(&matched),
+        };
+        matched.truncate(pages);
     }
     matched
 }
