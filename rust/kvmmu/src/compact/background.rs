@@ -228,9 +228,11 @@ impl Mmu {
             }
             looks -= 1;
             // What others share stays: they might have it moved back, and so for ever.
+            let mut may_move = picture.which_may_move();
             let mut runs = self.runs_of(&sequence, |block| {
-                picture.may_move(block) && self.pool.word(block).holders() == 1
+                may_move(block) && self.pool.word(block).holders() == 1
             });
+            drop(may_move);
             drop(sequence);
             if let Some(last) = runs.last_mut() {
                 // It grows where it lies: behind another it would soon begin anew.

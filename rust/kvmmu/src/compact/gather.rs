@@ -43,7 +43,7 @@ impl Run {
 }
 
 /// The runs of blocks that are mapped from a virtual block on.
-pub fn runs(at: u32, blocks: &[u32], movable: impl Fn(u32) -> bool) -> Vec<Run> {
+pub fn runs(at: u32, blocks: &[u32], mut movable: impl FnMut(u32) -> bool) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for (at, &block) in (at..).zip(blocks) {
         match runs.last_mut() {

@@ -294,7 +294,7 @@ impl Mmu {
         let sight = self.sight(&shared);
         let mut picture = Picture::new(&sight, WINDOW, self.middle());
         let sequence = lock(&self.slots[slot as usize]);
-        let mut runs = self.runs_of(&sequence, |block| picture.may_move(block));
+        let mut runs = self.runs_of(&sequence, picture.which_may_move());
         drop(sequence);
         let mut lore = Lore {
             lru: &mut self.oldest(&shared, &sight),
@@ -339,7 +339,7 @@ impl Mmu {
     pub(super) fn runs_of(
         &self,
         sequence: &Sequence,
-        movable: impl Fn(u32) -> bool,
+        movable: impl FnMut(u32) -> bool,
     ) -> Vec<gather::Run> {
         let (space, mapped) = (sequence.space, self.blocks_for(sequence.tokens));
         let blocks = self.table.blocks(space, sequence.first, mapped);
@@ -543,36 +543,45 @@ pub(super) struct Sight<'a> {
     last: Vec<u32>,
 }
 
-/// A few blocks of a pool: words with bits, ascending.
+/// A few blocks of a pool.
 #[derive(Debug, Default)]
-struct Sparse(Vec<(u32, u64)>);
+struct Sparse {
+    /// Words with bits, ascending.
+    words: Vec<(u32, u64)>,
+    /// A bit for each word of the pool that has any, so that all others are not searched for.
+    known: Vec<u64>,
+}
 
 impl Sparse {
     fn new(blocks: impl Iterator<Item = u32>) -> Self {
-        let mut words: Vec<_> = blocks.map(|b| (b / 64, 1 << (b % 64))).collect();
+        let mut words: Vec<(u32, u64)> = blocks.map(|b| (b / 64, 1 << (b % 64))).collect();
         words.sort_unstable();
         words.dedup_by(|next, word| {
             let same = next.0 == word.0;
             word.1 |= if same { next.1 } else { 0 };
             same
         });
-        Self(words)
+        let last = words.last().map_or(0, |word| word.0 / 64 + 1);
+        let mut known = vec![0; last as usize];
+        for &(at, _) in &words {
+            known[at as usize / 64] |= 1 << (at % 64);
+        }
+        Self { words, known }
     }
 
     fn word(&self, at: usize) -> u64 {
-        if self.0.is_empty() {
+        let known = self.known.get(at / 64).copied().unwrap_or(0);
+        if known >> (at % 64) & 1 == 0 {
             return 0;
         }
-        let found = self.0.binary_search_by_key(&(at as u32), |word| word.0);
-        found.map_or(0, |found| self.0[found].1)
+        let found = self.words.binary_search_by_key(&(at as u32), |word| word.0);
+        found.map_or(0, |found| self.words[found].1)
     }
 
     /// Of each word: its window, and how many bits it has.
     fn counts(&self) -> impl Iterator<Item = (usize, u32)> {
         let window = |at: u32| (at * 64 / WINDOW) as usize;
-        self.0
-            .iter()
-            .map(move |&(at, word)| (window(at), word.count_ones()))
+        (self.words.iter()).map(move |&(at, word)| (window(at), word.count_ones()))
     }
 }
 
@@ -628,7 +637,7 @@ impl Source for Sight<'_> {
             windows[window].stuck -= n;
             windows[window].soon += n;
         }
-        for &(at, word) in &self.unsettled.0 {
+        for &(at, word) in &self.unsettled.words {
             let [taken, evictable, stuck] = self.mmu.pool.sets(at as usize);
             let n = (word & taken & !evictable & !stuck).count_ones();
             let window = &mut windows[(at * 64 / WINDOW) as usize];

@@ -775,6 +775,18 @@ impl<'a> Picture<'a> {
         self.sets((block / 64) as usize).movable >> (block % 64) & 1 == 1
     }
 
+    /// [`Picture::may_move`] for many blocks, most of which follow each other: a word is looked at once.
+    pub(super) fn which_may_move(&self) -> impl FnMut(u32) -> bool + '_ {
+        let (mut at, mut movable) = (usize::MAX, 0);
+        move |block| {
+            let word = (block / 64) as usize;
+            if at != word {
+                (at, movable) = (word, self.sets(word).movable);
+            }
+            movable >> (block % 64) & 1 == 1
+        }
+    }
+
     /// How many empty blocks follow each other from one on, up to `most`, in its group. None in a group
     /// that is free or being emptied.
     pub(super) fn empty_from(&self, first: u32, most: u32) -> u32 {
