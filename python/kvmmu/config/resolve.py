@@ -137,6 +137,8 @@ class _Resolving:
             "prefix_caching": prefix.prefix_caching,
             "eviction": prefix.eviction,
             "page_aware": prefix.page_aware,
+            "events": prefix.events,
+            "record": settings.start.record,
             "budget_blocks": compaction.budget_blocks,
             "windows_below": compaction.windows_below,
             "guarantee": compaction.guarantee,

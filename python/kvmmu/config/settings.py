@@ -212,6 +212,12 @@ class Prefix(Section):
     """Which cached blocks go first: the least recently used, or the least often matched."""
     page_aware: bool = True
     """Of the oldest tenth, evict where whole windows become empty."""
+    events: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Changes of the prefix index that are kept for routers to read (`mmu.events`); 0: none."""
+
+    def contradictions(self) -> Iterator[tuple[Keys, str]]:
+        if self.events and not self.prefix_caching:
+            yield ("events",), f"{self.events} given without prefix_caching, allowed: 0"
 
 
 class Compaction(Section):
@@ -266,6 +272,8 @@ class Start(Section):
     preheat_pages: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
     """Claim so many of the largest pages, write to all of their bytes, and give them back
     (`cache.preheated` says what that took). An `MMU` has no bytes: its page table is walked."""
+    record: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """File of the flight recorder; without one, what `KVMMU_RECORD` names, if it is set."""
 
 
 class Cache(Section):
