@@ -566,8 +566,8 @@ def test_a_difference_that_verify_finds_is_exit_status_1(
     file = tmp_path / "mix.json"
     file.write_text(json.dumps(MIX))
 
-    def wrong(task: Task, watch: Any) -> Soaked:
-        soaked = alone(task, watch)
+    def wrong(task: Task, watch: Any, collector: Any) -> Soaked:
+        soaked = alone(task, watch, collector)
         assert soaked.figures["mismatches"] == 0
         return replace(soaked, figures={**soaked.figures, "mismatches": mismatches})
 
