@@ -79,6 +79,14 @@ class Configured:
         settings = getattr(self._config, section)
         return {key: getattr(settings, key) for key in keys if self._config.says(section, key)}
 
+    def further_of_the_mmu(self) -> dict[str, Any]:
+        """Those settings of an MMU that no option of a run has, as the file names them."""
+        return {
+            **self.further("pool", "anchor", "dedup", "table_nodes"),
+            **self.further("pages", "medium_from", "huge_from"),
+            **self.further("compaction", "compaction_start", "compaction_stop"),
+        }
+
     def says(self, section: str, key: str) -> bool:
         """Whether the file names a setting."""
         self._used.add((section, key))

@@ -203,11 +203,7 @@ def replay(
             hold_blocks=given.pick("hold_blocks", hold_blocks, "pages", "hold_blocks"),
             eviction=given.pick("eviction", eviction, "prefix", "eviction"),
             page_aware=given.pick("page_aware", page_aware is Switch.on, "prefix", "page_aware"),
-            further={
-                **given.further("pool", "anchor", "dedup", "table_nodes"),
-                **given.further("pages", "medium_from", "huge_from"),
-                **given.further("compaction", "compaction_start", "compaction_stop"),
-            },
+            further=given.further_of_the_mmu(),
             **given.further("prefix", "prefix_caching"),
             **given.further("compaction", "windows_below", "gather_least"),
             one_at_a_time=one_at_a_time,

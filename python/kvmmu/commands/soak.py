@@ -233,11 +233,7 @@ def _settings(context: typer.Context, file: str, scenario: scenarios.Scenario) -
         **given.further(
             "compaction", "budget_blocks", "guarantee", "windows_below", "gather_least"
         ),
-        "further": {
-            **given.further("pool", "anchor", "dedup", "table_nodes"),
-            **given.further("pages", "medium_from", "huge_from"),
-            **given.further("compaction", "compaction_start", "compaction_stop"),
-        },
+        "further": given.further_of_the_mmu(),
     }
     if given.says("compaction", "auto_compact"):
         asked["compaction"] = given.further("compaction", "auto_compact")["auto_compact"]

@@ -147,9 +147,6 @@ class Serving:
             self._stuck_on = None
             waited = self._tell_wait(waiting)
             self._totals.timed_out.append((waiting.request, waited))
-            self._totals.long_timeouts += (
-                int(self._trace.prompt_tokens[waiting.request]) > LONG_PROMPT
-            )
             self._never_runs(waiting.request)
 
     def _tell_wait(self, waiting: Waiting) -> dict[str, int]:
@@ -337,7 +334,7 @@ class Serving:
         if not self._policy.restarts(waited, (self._tick - self._restarted) * step_s):
             return
         while self._running.n:
-            self._throw_out(int(np.argmax(self._running.request[: self._running.n])))
+            self._throw_out(self._policy.victim(self._running))
         self._mmu.timed(lambda mmu: mmu.evict(self._options.blocks))
         self._totals.restarts += 1
         self._restarted = self._tick

@@ -288,8 +288,6 @@ class Totals:
     those steps."""
     windows_steps: int = 0
     unused_sum: int = 0
-    live_before_sum: int = 0
-    """Blocks in use over the steps looked at."""
 
     waits: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     """(request, steps waited by cause) of every request that was admitted first or left."""
@@ -301,8 +299,6 @@ class Totals:
     """Continuations opened as forks; parked sequences that were dropped for others."""
     dropped: int = 0
     restarts: int = 0
-    long_timeouts: int = 0
-    """Of ``timed_out``, those with prompts of more than 100,000 tokens."""
     stats_before: dict[str, int] = field(default_factory=dict)
     """The core's counters when counting began."""
     moved_by_step: array[int] = field(default_factory=lambda: array("l"))

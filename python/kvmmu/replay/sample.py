@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .traces import TRACE_BLOCK, Trace
 
-__all__ = ["article", "small"]
+__all__ = ["article", "lognormal", "small"]
 
 SMALL_REQUESTS = 240
 
@@ -40,7 +40,7 @@ def small(seed: int = 0, *, rate: float = 8.0) -> Trace:
         tail = int(random.integers(1, TRACE_BLOCK))
         prompts[turn] = len(chat) * TRACE_BLOCK + tail
         ids.append([*chat, next(fresh)])
-    outputs = _lognormal(random, count, mean=60, sigma=0.9, low=1, high=400)
+    outputs = lognormal(random, count, mean=60, sigma=0.9, low=1, high=400)
     starts = np.zeros(count + 1, dtype=np.int64)
     np.cumsum([len(row) for row in ids], out=starts[1:])
     return Trace(
@@ -75,15 +75,15 @@ def article(seed: int = 0, *, rate: float = 5.63, minutes: float = 10.0) -> Trac
     k = 1024
     prompts = np.where(
         long,
-        _lognormal(random, count, mean=64 * k, sigma=0.5, low=4 * k, high=128 * k),
-        _lognormal(random, count, mean=2 * k, sigma=0.8, low=1, high=16 * k),
+        lognormal(random, count, mean=64 * k, sigma=0.5, low=4 * k, high=128 * k),
+        lognormal(random, count, mean=2 * k, sigma=0.8, low=1, high=16 * k),
     )
     of_long = np.where(
         random.random(count) < 0.30,
         20,
-        _lognormal(random, count, mean=400, sigma=0.8, low=1, high=10_000),
+        lognormal(random, count, mean=400, sigma=0.8, low=1, high=10_000),
     )
-    of_short = _lognormal(random, count, mean=300, sigma=1.3, low=1, high=10_000)
+    of_short = lognormal(random, count, mean=300, sigma=1.3, low=1, high=10_000)
     return Trace(
         name="sample article",
         kind="sample",
@@ -95,8 +95,9 @@ def article(seed: int = 0, *, rate: float = 5.63, minutes: float = 10.0) -> Trac
     )
 
 
-def _lognormal(
+def lognormal(
     random: np.random.Generator, count: int, *, mean: float, sigma: float, low: int, high: int
 ) -> npt.NDArray[np.int64]:
+    """int64 [count]: lengths whose mean is ``mean`` before they are cut to ``low`` .. ``high``."""
     drawn = random.lognormal(math.log(mean) - sigma * sigma / 2, sigma, count)
     return np.clip(np.rint(drawn), low, high).astype(np.int64)

@@ -61,7 +61,7 @@ class _Search:
         self._rate = 1.0
 
     def probe(self) -> Task:
-        return replace(self.task, rate=self._rate, stop_at_timeouts=None)
+        return replace(self.task, rate=self._rate)
 
     def learn(self, figures: dict[str, Any]) -> None:
         share = figures["timeouts_long"]

@@ -43,8 +43,6 @@ class Task:
         budget_blocks: most blocks that a pass moves; None: the default.
         settings: options of a policy that is none of those with a name; ``policy`` only names it.
         history: keep what pictures of the memory are made of.
-        stop_at_timeouts: end early when so many requests of more than 100,000 tokens have left:
-            the bisection of :mod:`.concurrency` knows enough then.
     """
 
     scenario: Scenario
@@ -58,7 +56,6 @@ class Task:
     windows_below: float | None = None
     settings: Mapping[str, Any] | None = None
     history: bool = False
-    stop_at_timeouts: int | None = None
 
     @property
     def simulated_s(self) -> float:
@@ -127,17 +124,10 @@ def soak_one(
     hours = task.simulated_s / 3600
     scenario = task.scenario.model_copy(update={"hours": hours})
     trace = workload.requests(scenario, task.seed, trace=task.trace, rate=task.rate)
-    enough = task.stop_at_timeouts
-
-    def look(totals: Totals) -> bool:
-        if enough is not None and totals.long_timeouts >= enough:
-            return True
-        return watch(totals.simulated_s, totals)
-
     served = serve(
         trace,
         options,
-        watch=look,
+        watch=lambda totals: watch(totals.simulated_s, totals),
         until_s=task.simulated_s,
         warm_up_s=min(scenario.warm_up, task.simulated_s / 4),
         onlooker=onlooker,

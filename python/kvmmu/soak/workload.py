@@ -9,12 +9,11 @@ same seed gives the same requests to every policy, and a rate that is scaled cha
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidConfig
+from ..replay.sample import lognormal
 from ..replay.traces import TRACE_BLOCK, Trace
 from .scenario import Lengths, Phase, Scenario, Turns
 
@@ -257,8 +256,7 @@ def draw(lengths: Lengths, count: int, random: np.random.Generator) -> I64:
         return random.integers(lengths.uniform.low, lengths.uniform.high, count, endpoint=True)
     if lengths.lognormal is not None:
         of = lengths.lognormal
-        drawn = random.lognormal(math.log(of.mean) - of.sigma**2 / 2, of.sigma, count)
-        return np.clip(np.rint(drawn), of.low, of.high).astype(np.int64)
+        return lognormal(random, count, mean=of.mean, sigma=of.sigma, low=of.low, high=of.high)
     assert lengths.mixture is not None
     which = random.choice(len(lengths.mixture), count, p=[part.share for part in lengths.mixture])
     out = np.zeros(count, dtype=np.int64)
