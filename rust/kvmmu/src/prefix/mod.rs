@@ -48,6 +48,9 @@ struct Node {
     /// How often a prompt found it, when the order had this age.
     uses: u16,
     age: u64,
+    /// A prompt found it while several blocks held it: one that waits to be evicted may stand in
+    /// a lower class than its uses say.
+    used_as_twin: bool,
 }
 
 /// The prefix index.
@@ -226,6 +229,7 @@ impl Index {
                     siblings: (NONE, NONE),
                     uses: 0,
                     age: self.order.age(),
+                    used_as_twin: false,
                 })
             }
         };
@@ -266,8 +270,9 @@ impl Index {
     }
 
     /// Takes a block out. If it was the last with its content, everything behind it leaves too;
-    /// those blocks are appended to `dropped`.
-    pub(crate) fn withdraw(&mut self, block: u32, dropped: &mut Vec<u32>) {
+    /// those blocks are appended to `dropped`. A block that is left alone with a content that was
+    /// used while there were two is returned: in the order of eviction it stands too low.
+    pub(crate) fn withdraw(&mut self, block: u32, dropped: &mut Vec<u32>) -> Option<u32> {
         let node = std::mem::replace(&mut self.node_of[block as usize], NONE);
         debug_assert_ne!(node, NONE);
         self.note_removed(block, node);
@@ -280,10 +285,15 @@ impl Index {
         if after != NONE {
             self.twins[after as usize].0 = before;
         }
-        if self.nodes[node as usize].block == NONE {
+        let first = self.nodes[node as usize].block;
+        if first == NONE {
             self.unlink(node);
             self.drop_subtree(node, dropped);
+            return None;
         }
+        let alone = self.twins[first as usize].1 == NONE;
+        let too_low = alone && std::mem::take(&mut self.nodes[node as usize].used_as_twin);
+        too_low.then_some(first)
     }
 
     fn note_removed(&mut self, block: u32, node: u32) {
@@ -445,6 +455,7 @@ impl Index {
             let uses = self.uses(id).saturating_add(1).min(MAX_USES);
             let node = &mut self.nodes[id as usize];
             (node.uses, node.age) = (uses, self.order.age());
+            node.used_as_twin |= self.twins[node.block as usize].1 != NONE;
         }
     }
 

@@ -153,10 +153,10 @@ impl Mmu {
         index: u32,
         (block, first): (u32, u32),
     ) {
+        self.retain(shared, first);
         let mut dropped = Vec::new();
         shared.index.withdraw(block, &mut dropped);
         debug_assert!(dropped.is_empty(), "the first is still there");
-        self.retain(shared, first);
         self.map_instead(slot, sequence, shared, index, (block, first));
         let steps = self.steps();
         let mut empty = Vec::new();

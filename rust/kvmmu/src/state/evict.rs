@@ -136,7 +136,15 @@ impl Mmu {
     /// of that, blocks that nobody holds are private to the caller and appended to `spare`.
     pub(crate) fn withdraw(&self, shared: &mut Shared, block: u32, spare: &mut Vec<u32>) {
         let mut dropped = Vec::new();
-        shared.index.withdraw(block, &mut dropped);
+        let too_low = shared.index.withdraw(block, &mut dropped);
+        if let Some(twin) = too_low
+            && self.pool.word(twin).state() == State::Cached
+            && !shared.cooling.contains_key(&twin)
+        {
+            // It was the spare copy, which goes first; now it is the only one.
+            self.leave_cache(shared, twin);
+            self.enter_order(shared, twin);
+        }
         for block in dropped {
             let word = self.pool.word(block);
             let cooling = shared.cooling.get(&block).copied();
@@ -351,6 +359,43 @@ mod tests {
             // Eight uses are four bits: gone after four turnovers and one more.
             world.scan(60..300);
             assert_eq!(world.found(&hot), 0, "{eviction:?}");
+            world.mmu.validate(None).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_last_copy_of_a_content_stands_where_its_uses_put_it() {
+        for uses in [1, 4] {
+            let mut config = Config::new(64, 2);
+            config.eviction = Eviction::Lfu;
+            let mut world = World::new(config);
+            // A prompt's last token is never found: each writes its own block.
+            let (kept, copy) = (world.open(&[1, 2]), world.open(&[1, 2]));
+            world.mmu.close(copy).unwrap();
+            for turn in 0..uses {
+                world.serve(&[1, 2, 100 + turn, 0]);
+            }
+            world.mmu.validate(None).unwrap();
+            world.mmu.truncate(kept, 1).unwrap(); // writes its block anew, which others found
+            let (mut tables, step) = (world.rows.buffers(), world.mmu.begin_step());
+            let (ids, n, tokens) = ([kept], [1], [9]);
+            let rows = &mut world.rows;
+            world
+                .mmu
+                .prepare(
+                    step,
+                    &ids,
+                    Some(&n),
+                    Some(&tokens),
+                    rows,
+                    &mut tables.borrow(),
+                )
+                .unwrap();
+            world.mmu.written(step).unwrap();
+            world.mmu.end_step(step).unwrap();
+            world.mmu.validate(None).unwrap();
+            world.scan(0..62);
+            assert_eq!(world.found(&[1, 2]), 2, "{uses} uses");
             world.mmu.validate(None).unwrap();
         }
     }
