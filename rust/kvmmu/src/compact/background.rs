@@ -21,7 +21,7 @@ use super::measure::{self, WINDOW};
 use super::survey::Sight;
 use super::windows::{Emptied, Held, Lore, Picture};
 use super::{Goal, Plan, gather};
-use crate::state::{Mmu, Shared};
+use crate::state::{Mmu, Shared, Wish};
 use crate::sync::{Ordering, lock};
 
 /// Windows with more live blocks are not emptied in the background; nor those with more of the second
@@ -59,22 +59,19 @@ impl Mmu {
         if budget == 0 {
             return None;
         }
-        // Relaxed, all: who is refused right now is seen by the next pass.
-        let run = self.wanted_run.load(Ordering::Relaxed);
-        let windows = self.wanted_windows.load(Ordering::Relaxed);
-        let mut found = None;
-        if run > 0 {
-            found = self.plan_free_run(run, budget).ok();
-            if found.as_ref().is_none_or(|plan| plan.pairs.is_empty()) {
-                self.wanted_run.store(0, Ordering::Relaxed);
-            }
-        } else if windows > 0 {
-            found = self.plan_huge_pages(windows, budget).ok();
-            if found.as_ref().is_none_or(|plan| plan.pairs.is_empty()) {
-                self.wanted_windows.store(0, Ordering::Relaxed);
-            }
+        let wish = self.wishes.next()?;
+        let plan = match wish {
+            Wish::Run(run) => self.plan_free_run(run, budget),
+            Wish::Windows(windows) => self.plan_huge_pages(windows, budget),
+        };
+        let plan = plan.ok().filter(|plan| {
+            let moves = plan.pairs.len() as u32;
+            moves > 0 && self.wishes.spend(moves)
+        });
+        if plan.is_none() {
+            self.wishes.end(wish);
         }
-        found.filter(|plan| !plan.pairs.is_empty())
+        plan
     }
 
     /// Whether a run of `n` blocks is to be had now, by evicting at most.

@@ -110,11 +110,14 @@ impl Mmu {
         let opened = self.fill(slot, &mut sequence, blocks, tokens, keys, opening);
         let id = id(sequence.generation, slot);
         match opened {
-            Ok(()) => Ok(id),
+            Ok(()) => {
+                self.wishes.granted(regions, contiguous);
+                Ok(id)
+            }
             Err(error) => {
                 self.give_slot(slot, sequence);
                 if matches!(error, Error::Fragmented { .. }) {
-                    self.want(regions, contiguous);
+                    self.wishes.want(regions, contiguous);
                 }
                 Err(error)
             }

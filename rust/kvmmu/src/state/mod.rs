@@ -27,6 +27,7 @@ mod mapping;
 mod reverse;
 mod sequence;
 mod steps;
+mod wishes;
 
 use std::cmp::Reverse as Descending;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
@@ -49,6 +50,8 @@ pub(crate) use reverse::{Chains, ORDERS, PageOf, Reverse};
 pub use sequence::SequenceInfo;
 pub(crate) use sequence::{NONE, Sequence, id, parse};
 pub(crate) use steps::{Entry, Steps};
+pub(crate) use wishes::Wish;
+use wishes::Wishes;
 
 /// A move that has begun.
 #[derive(Debug, Clone, Copy)]
@@ -166,9 +169,8 @@ pub struct Mmu {
     shared: Mutex<Shared>,
     steps: Mutex<Steps>,
     pub(crate) stats: Stats,
-    /// Free windows, and blocks in one run, that somebody was refused for want of; 0: nobody was.
-    pub(crate) wanted_windows: AtomicU32,
-    pub(crate) wanted_run: AtomicU32,
+    /// Shapes that somebody was refused for want of.
+    pub(crate) wishes: Wishes,
     /// 1 while the default trigger of compaction is on.
     pub(crate) compacting: AtomicU32,
     /// 1 while its trigger by ratio is.
@@ -228,8 +230,7 @@ impl Mmu {
             }),
             steps: Mutex::new(Steps::new()),
             stats: Stats::default(),
-            wanted_windows: AtomicU32::new(0),
-            wanted_run: AtomicU32::new(0),
+            wishes: Wishes::new(),
             compacting: AtomicU32::new(0),
             compacting_by_ratio: AtomicU32::new(0),
             config,
@@ -265,13 +266,6 @@ impl Mmu {
     /// Blocks that so many tokens need.
     pub(crate) fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.config.block_size)
-    }
-
-    /// Takes note that a shape was refused although enough blocks were available.
-    pub(crate) fn want(&self, windows: u32, run: u32) {
-        // Relaxed: a wish for the next pass.
-        self.wanted_windows.fetch_max(windows, Ordering::Relaxed);
-        self.wanted_run.fetch_max(run, Ordering::Relaxed);
     }
 
     // -- locks -------------------------------------------------------------------------------
