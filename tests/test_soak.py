@@ -509,11 +509,23 @@ def test_the_sustained_rate_is_an_interval_and_paging_sustains_more_than_reserva
     assert plain.concurrency > 1.5 * contiguous.concurrency
 
 
+def test_a_run_under_the_guarantee_says_how_it_stood() -> None:
+    scenario = scenarios.load("shift")
+    plain = soak_one(Task(scenario, "compaction", seed=1, hours=0.02))
+    kept = soak_one(Task(scenario, "kept", seed=1, hours=0.02, settings={"guarantee": 0}))
+    names = ("excess_mean", "excess_worst", "owed_mean", "owed_p99", "guarantee_broken")
+    assert [plain[name] for name in names] == [None] * 5
+    assert kept["guarantee_broken"] == 0
+    assert 0 <= kept["excess_mean"] <= kept["excess_worst"]
+    assert 0 <= kept["owed_mean"] <= kept["owed_p99"]
+    assert kept["moves_per_free"] == kept["moved_blocks"] / kept["freed_blocks"] <= 1
+
+
 def test_each_variant_changes_one_thing() -> None:
     first = Task(scenarios.load("article-128k"), "plain")
     planned = variants(first)
     assert {one.what for one in planned} == {
-        "load", "long requests", "step", "budget", "trigger",
+        "load", "long requests", "step", "prefill", "budget", "trigger",
     }  # fmt: skip
     assert len({(one.what, one.value, one.task.policy) for one in planned}) == len(planned)
     for one in planned:

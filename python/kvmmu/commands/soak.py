@@ -103,7 +103,8 @@ def soak(
         bool,
         typer.Option(
             "--sensitivity",
-            help="Vary load, share of long requests, step time, budget and trigger, each alone.",
+            help="Vary load, share of long requests, step time, prefill, budget and trigger, "
+            "each alone.",
         ),
     ] = False,
     verify: Annotated[

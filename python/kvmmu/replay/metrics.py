@@ -372,6 +372,17 @@ class Totals:
         self.owed.append(held["owed"])
         self.guarantee_broken += moved > freed or (held["owed"] > 0 and spare > 0)
 
+    def guarantee(self) -> dict[str, float]:
+        """How it stood: windows held in excess, moves owed."""
+        owed = np.array(self.owed or [0])
+        return {
+            "excess_mean": self.excess_sum / max(len(self.owed), 1),
+            "excess_worst": self.excess_worst,
+            "owed_mean": float(owed.mean()),
+            "owed_p99": float(np.percentile(owed, 99)),
+            "owed_worst": int(owed.max()),
+        }
+
     def add_finished(self, tokens: int, info: SequenceInfo) -> None:
         """Counts the runs that a sequence lies in at its end, and its huge pages."""
         runs = info.num_runs

@@ -71,7 +71,7 @@ def figures(
         "faults_injected": totals.faults,
         "freed_blocks": stats["freed_blocks"] + stats["left_cached"],
         "guarantee_broken": totals.guarantee_broken,
-        "guarantee": _guarantee(totals) if options.guarantee is not None else None,
+        "guarantee": totals.guarantee() if options.guarantee is not None else None,
         "committed_moves": stats["moves_committed"],
         "aborted_moves": stats["moves_aborted"],
         "evicted_blocks": stats["evicted_blocks"],
@@ -132,17 +132,6 @@ def figures(
             "verify": options.verify,
             "sabotage": options.sabotage,
         },
-    }
-
-
-def _guarantee(totals: Totals) -> dict[str, float]:
-    owed = np.array(totals.owed or [0])
-    return {
-        "excess_mean": totals.excess_sum / max(len(totals.owed), 1),
-        "excess_worst": totals.excess_worst,
-        "owed_mean": float(owed.mean()),
-        "owed_p99": float(np.percentile(owed, 99)),
-        "owed_worst": int(owed.max()),
     }
 
 

@@ -175,6 +175,16 @@ MEASURES = (
         ".1f",
         "blocks moved / huge pages that sequences had at their end",
     ),
+    Measure("moves_per_free", "moves a free", ".4f", "blocks moved / blocks freed"),
+    Measure(
+        "excess_mean",
+        "windows in excess",
+        ".2f",
+        "windows held beyond those that the guarantee allows, mean over steps",
+    ),
+    Measure("excess_worst", "  worst", ".0f", "the most of a step"),
+    Measure("owed_mean", "moves owed", ",.0f", "moves owed to the guarantee, mean over steps"),
+    Measure("owed_p99", "  p99", ",.0f", "moves owed to the guarantee after a step, p99"),
     Measure(
         "step_lost_to_moves",
         "step lost to moves %",
@@ -211,6 +221,8 @@ def figures(
     low = windows[windows[:, 0] < LOW_USE, 1] if len(windows) else windows
     laps = np.array(mmu.laps or [0], dtype=np.float64) / 1e9
     slots = options.blocks * options.block_size
+    freed = stats["freed_blocks"] + stats["left_cached"]
+    held = totals.guarantee() if options.guarantee is not None else {}
     found: dict[str, Any] = {
         "requests": len(totals.waits),
         "running_mean": totals.running_sum / steps,
@@ -243,6 +255,12 @@ def figures(
         "moves_p99": float(np.percentile(moves, 99)),
         "moves_per_token": _ratio(moved, totals.generated_tokens),
         "moves_per_huge_page": _ratio(moved, totals.huge_at_end),
+        "moves_per_free": _ratio(moved, freed),
+        "excess_mean": held.get("excess_mean"),
+        "excess_worst": held.get("excess_worst"),
+        "owed_mean": held.get("owed_mean"),
+        "owed_p99": held.get("owed_p99"),
+        "guarantee_broken": totals.guarantee_broken if held else None,
         "step_lost_to_moves": moved
         * task.scenario.pool.block_bytes
         / task.scenario.server.copy_rate
@@ -271,7 +289,7 @@ def figures(
         "promotions": stats["promotions"],
         "splits": stats["splits"],
         "evicted_blocks": stats["evicted_blocks"],
-        "freed_blocks": stats["freed_blocks"] + stats["left_cached"],
+        "freed_blocks": freed,
         "waits_s": {cause: waits.sums[cause] for cause in CAUSES},
         "mismatches": totals.mismatches if options.verify else None,
         "verified_tokens": totals.verified_tokens if options.verify else None,

@@ -70,14 +70,15 @@ def table(scenario: Scenario, results: Sequence[dict[str, Any]]) -> RenderableTy
         grid.add_column(result["policy"], justify="right", overflow="fold")
     for measure in MEASURES:
         values = [result[measure.name] for result in results]
-        if all(value is None or value == 0 for value in values) and measure.name in _RARE:
+        known = [value for value in values if value is not None]
+        if not known or (measure.name in _RARE and not any(known)):
             continue
         grid.add_row(measure.label, *(shown(measure, value) for value in values))
     return grid
 
 
 _RARE = {"restarts", "continued", "dropped", "returned", "returnable_low", "hit_rate"}
-"""Rows that only some scenarios have."""
+"""Rows that only some scenarios have; those without a value under any policy are left out anyway."""
 
 
 def definitions() -> RenderableType:

@@ -4,7 +4,8 @@ What lives here: :func:`variants`, which runs to make, and :func:`sensitivity`, 
 never lives here: runs.
 
 Three policies (plain paging, huge pages without moves, the default) under other loads, shares of
-long requests, step times, budgets and triggers than the scenario's; everything else stays.
+long requests, step times, rates of prefill, budgets and triggers than the scenario's; everything
+else stays.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ POLICIES = ("plain", "fallback", "compaction")
 LOADS = (0.67, 0.83, 1.0, 1.11, 1.22)
 LONG_SHARES = (0.05, 0.15, 0.3, 0.6)
 STEPS_MS = (10, 30, 100)
+PREFILL = (20_000, 200_000)
 BUDGETS = (4, 8, 16, 32, 64)
 TRIGGERS = (0.0, 0.65, 0.8, 0.9)
 COLUMNS = (
@@ -74,6 +76,12 @@ def _variants(task: Task) -> Iterator[Variant]:
         scenario = task.scenario.model_copy(update={"server": server})
         for policy in POLICIES:
             yield Variant("step", f"{step_ms} ms", replace(task, policy=policy, scenario=scenario))
+    for tokens_per_s in PREFILL:
+        server = task.scenario.server.model_copy(update={"prefill_tokens_per_s": tokens_per_s})
+        scenario = task.scenario.model_copy(update={"server": server})
+        for policy in POLICIES:
+            varied = replace(task, policy=policy, scenario=scenario)
+            yield Variant("prefill", f"{tokens_per_s:,} tokens/s", varied)
     for budget in BUDGETS:
         yield Variant(
             "budget", f"{budget}", replace(task, policy="compaction", budget_blocks=budget)
