@@ -78,7 +78,7 @@ def table(scenario: Scenario, results: Sequence[dict[str, Any]]) -> RenderableTy
 
 
 _RARE = {"restarts", "continued", "dropped", "returned", "returnable_low", "hit_rate"}
-"""Rows that only some scenarios have; those without a value under any policy are left out anyway."""
+"""Rows that only some scenarios have; one without a value under any policy is left out anyway."""
 
 
 def definitions() -> RenderableType:
