@@ -37,7 +37,7 @@ const SPENT: u64 = 4;
 /// Sequences in fewer runs are left alone.
 const GATHER_FROM: u32 = 4;
 /// How many sequences a pass looks at to gather one.
-const GATHER_LOOKS: u32 = 4;
+const GATHER_LOOKS: u32 = 1;
 /// The trigger stops when the share of free windows is so much above where it starts.
 const HYSTERESIS: f64 = 0.05;
 
