@@ -12,6 +12,8 @@
 
 use std::path::Path;
 
+use kvmmu::PageOrders;
+
 use crate::memory::{Memory, WINDOW, is_huge_page};
 use crate::ours::Ours;
 use crate::players::{Growth, Managed, Movable, Placed, Player};
@@ -29,8 +31,17 @@ fn players(load: &Load) -> Vec<(&'static str, Box<dyn Player>)> {
     let n = load.blocks;
     let buddy = |pieces| Box::new(Placed::new(Buddy::new(n), pieces));
     vec![
-        ("kvmmu", Box::new(Managed::new(load, None))),
-        ("kvmmu, no holds", Box::new(Managed::new(load, Some(0)))),
+        ("kvmmu", Box::new(Managed::new(load, |_| ()))),
+        (
+            "kvmmu, no holds",
+            Box::new(Managed::new(load, |config| config.hold_blocks = 0)),
+        ),
+        (
+            "kvmmu, page orders 0 and 9",
+            Box::new(Managed::new(load, |config| {
+                config.page_orders = PageOrders::new(&[0, 9]).expect("0 is among them");
+            })),
+        ),
         #[cfg(feature = "llfree")]
         ("LLFree", llfree(n, false)),
         #[cfg(feature = "llfree")]

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use kvmmu::{Config, Keys, Mmu, PageOrders, Rows, Tables};
+use kvmmu::{Config, Keys, Mmu, Rows, Tables};
 
 use crate::allocator::{Exact, Pages};
 use crate::memory::{Memory, WINDOW};
@@ -45,7 +45,7 @@ pub trait Player {
     }
 }
 
-/// kvmmu itself with page orders 0, 2 and 9 and no prefix cache: what is closed is empty.
+/// kvmmu itself, without a prefix cache: what is closed is empty.
 pub struct Managed {
     mmu: Mmu,
     rows: Rows,
@@ -55,13 +55,12 @@ pub struct Managed {
 }
 
 impl Managed {
-    /// Room for the longest batch and sequence of a load; defaults but for the holds, if they are
-    /// given.
-    pub fn new(load: &Load, hold_blocks: Option<u32>) -> Self {
+    /// Room for the longest batch and sequence of a load. Defaults, page orders 0, 2 and 9 among them,
+    /// but for what `change` says.
+    pub fn new(load: &Load, change: impl FnOnce(&mut Config)) -> Self {
         let mut config = Config::new(load.blocks, load.block_size);
-        config.hold_blocks = hold_blocks.unwrap_or(config.hold_blocks);
         config.prefix_caching = false;
-        config.page_orders = PageOrders::new(&[0, 2, 9]).expect("0 is among them");
+        change(&mut config);
         let mmu = Mmu::new(config).expect("a valid configuration");
         let (rows, width, tokens) = extent(load);
         let rows = Rows::new(&mmu, rows, width, tokens).expect("a load is not that large");
