@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from kvmmu import MMU, OutOfBlocks, recorder
+from kvmmu.replay.traces import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benches"))
@@ -17,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benches"))
 from kvmmu import bench as of_the_wheel  # noqa: E402
 from kvmmu.bench.harness import of_the_core  # noqa: E402
 
+import pages  # noqa: E402
 import pool  # noqa: E402
 from harness import Bench, Goal, Row  # noqa: E402
 
@@ -34,10 +39,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (
             ["stepp"],
             "no benchmark is called 'stepp'; "
-            "there are: move, plan, pool, step, table, transfer, views, watching",
+            "there are: move, pages, plan, pool, step, table, transfer, views, watching",
         ),
         (["step", "--vllm", "nowhere"], "--vllm nowhere"),
         (["step", "--llfree", "nowhere"], "--llfree nowhere"),
+        (["pages", "--trace", "nowhere"], "--trace nowhere, whole file: cannot be read"),
         (["step", "--json", "/nowhere/rows.json"], "--json /nowhere/rows.json"),
     ],
 )
@@ -122,6 +128,166 @@ def test_a_placement_that_keeps_fewer_windows_than_llfree_is_said_to_miss_its_go
     ]
     assert rows[0].measure.endswith("after 8 passes: free windows of 12")
     assert "pool: seed 7" in bench.notes
+
+
+# -- pages -----------------------------------------------------------------------------------
+
+
+def recorded_lines(file: Path, mmu: MMU, block_size: int) -> list[str]:
+    mmu.flush_recording()
+    return list(pages.calls(recorder.read(file).calls, block_size))
+
+
+def test_a_recording_becomes_what_was_claimed_and_given_back(tmp_path: Path) -> None:
+    file = tmp_path / "engine.kvmmu"
+    mmu = MMU(8, 4, max_blocks_per_sequence=8, prefix_caching=False, record=str(file))
+    tables = mmu.register_tables(
+        np.empty((2, 8), np.int32),
+        np.empty(2, np.int32),
+        np.empty(16, np.int64),
+        np.empty(3, np.int32),
+    )
+
+    def step(ids: list[int], lens: list[int] | None, new: int) -> None:
+        number = mmu.begin_step()
+        mmu.prepare(
+            number,
+            np.array(ids),
+            tables,
+            query_lens=None if lens is None else np.array(lens, np.int32),
+            new_tokens=np.zeros(new, np.int32),
+        )
+        mmu.written(number)
+        mmu.end_step(number)
+
+    a = mmu.open(np.arange(7, dtype=np.int32))
+    b = mmu.open(np.arange(4, dtype=np.int32))
+    step([a, b], [3, 4], 0)  # within the prompts: nobody has more blocks
+    step([a, b], [4, 1], 1)  # b begins a block
+    step([b, a], None, 2)  # a fills its second block
+    with pytest.raises(OutOfBlocks):
+        mmu.open(np.arange(20, dtype=np.int32))
+    step([a, b], None, 2)  # a begins its third
+    blocks = mmu.info(a).num_blocks, mmu.info(b).num_blocks
+    mmu.close(a)
+    assert blocks == (3, 2)
+    assert recorded_lines(file, mmu, 4) == [
+        f"open {a} 7",
+        f"open {b} 4",
+        f"grow {b} 5",
+        f"grow {a} 9",
+        f"close {a}",
+    ]
+
+
+def test_a_call_that_shares_blocks_is_no_part_of_such_a_load(tmp_path: Path) -> None:
+    file = tmp_path / "engine.kvmmu"
+    mmu = MMU(8, 4, max_blocks_per_sequence=8, record=str(file))
+    mmu.fork(mmu.open(np.arange(7, dtype=np.int32)))
+    with pytest.raises(ValueError, match="call 1: fork"):
+        recorded_lines(file, mmu, 4)
+
+
+def test_a_load_holds_what_the_serving_loop_held_and_ends_empty(tmp_path: Path) -> None:
+    requests = 40
+    trace = Trace(
+        name="crowded",
+        kind="sample",
+        arrival_s=np.linspace(0.0, 2.0, requests),
+        prompt_tokens=np.arange(1, requests + 1) * 13,
+        output_tokens=np.full(requests, 120),
+        hash_ids=np.empty(0, np.uint64),
+        hash_starts=np.zeros(requests + 1, np.int64),
+    )
+    options = replace(pages.OPTIONS, blocks=96, speed=1.0, reserved_blocks=0)
+    file = tmp_path / "load.txt"
+    served = pages.write_load(trace, options, file)
+    assert served.finished == requests
+    assert served.preempted > 0, "calls that were refused are to be in this load"
+    head, *lines = file.read_text().splitlines()
+    assert head == "pool 96 16"
+    held: dict[str, int] = {}
+    most = 0
+    for line in lines:
+        name, *words = line.split()
+        if name == "close":
+            del held[words[0]]
+        else:
+            for sequence, tokens in zip(words[::2], words[1::2], strict=True):
+                blocks = -(-int(tokens) // 16)
+                assert blocks > held.get(sequence, 0)
+                assert (name == "open") == (sequence not in held)
+                held[sequence] = blocks
+        most = max(most, sum(held.values()))
+    assert not held
+    assert 90 <= most <= 96
+    assert not list(tmp_path.glob("*.kvmmu"))
+    moving = pages.serve(trace, replace(options, compaction=True))
+    assert (moving.steps, moving.preempted) == (served.steps, served.preempted)
+
+
+def page_figures(*whom: tuple[str, float, float]) -> pool.Figures:
+    """(who, huge pages of 10 regions, moves that the missed ones lack in all)."""
+    lines = []
+    for who, got, lacking in whom:
+        parts = {"regions": 10, "pages": got, "pages at the end": got, "lacking, all": lacking}
+        if got < 10:
+            parts["lacking, mean"] = lacking / (10 - got)
+        for part, value in parts.items():
+            lines.append(figure(pages.MEASURE, pages.PLACED, 1, who, part, value))
+        for part, value in {"regions": 10, "made": 10 - got, "moved": lacking}.items():
+            lines.append(figure(pages.MEASURE, pages.DEMANDED, 1, who, part, value))
+    return pool.read("\n".join(lines))
+
+
+def test_moves_for_a_page_are_judged_against_llfree_alone() -> None:
+    figures = page_figures(("kvmmu", 6, 800), ("LLFree", 8, 300), ("buddy", 4, 900))
+    still, moving = pages.Product(0.9, 5, 3, 0, 6, 0), pages.Product(0.9, 5, 3, 0, 9, 1200)
+    rows = [
+        *pages.placement(figures),
+        *pages.on_demand(figures),
+        *pages.background(figures, still, moving),
+    ]
+    said = {(row.measure, row.rival): (row.kvmmu, row.rival_value, row.met) for row in rows}
+    expected = {
+        ("complete regions that are huge pages, as placed", "LLFree"): (0.6, 0.8, False),
+        ("complete regions that are huge pages, as placed", "buddy"): (0.6, 0.4, None),
+        ("moves that a missed page lacks: mean, as placed", "LLFree"): (200, 150, False),
+        ("moves for each huge page, every region one, on demand", "LLFree"): (80, 30, False),
+        ("moves for each window that had to be made, on demand", "LLFree"): (200, 150, None),
+        (
+            "moves for each huge page that compaction between steps adds",
+            "LLFree, what a missed page lacks",
+        ): (400, 150, False),
+    }
+    assert {key: said[key] for key in expected} == expected
+
+
+def test_without_llfree_nothing_about_pages_is_decided() -> None:
+    figures = page_figures(("kvmmu", 6, 800))
+    rows = [*pages.placement(figures), *pages.on_demand(figures)]
+    assert {row.rival for row in rows} == {"LLFree"}
+    assert all(row.met is None for row in rows)
+
+
+def test_a_page_that_nobody_misses_lacks_nothing() -> None:
+    figures = page_figures(("kvmmu", 10, 0), ("LLFree", 9, 30))
+    (row,) = [row for row in pages.placement(figures) if "by all regions" in row.measure]
+    assert (row.kvmmu, row.rival_value, row.met) == (0, 3, True)
+
+
+def test_figures_of_another_load_than_the_product_served_are_refused() -> None:
+    figures = page_figures(("kvmmu", 6, 800))
+    pages.check(figures, pages.Product(0.9, 5, 3, 0, 6, 0))
+    pages.check(figures, pages.Product(0.9, 5, 3, 1, 5, 0))  # what was thrown out ended too
+    with pytest.raises(ValueError, match="6 huge pages at the end, kvmmu replay had 5"):
+        pages.check(figures, pages.Product(0.9, 5, 3, 0, 5, 0))
+
+
+def test_pages_without_a_trace_are_noted_and_not_measured() -> None:
+    bench = Bench()
+    assert list(pages.rows(bench)) == []
+    assert bench.notes == ["pages: needs --trace FILE (the Mooncake conversation trace, for one)"]
 
 
 def test_a_copy_with_llfree_depends_on_the_checkout_and_on_this_core(

@@ -38,6 +38,13 @@ pub trait Pages: Allocator {
     fn release_page(&self, thread: usize, first: u32, order: u32);
 }
 
+/// Claims what it is told to as well.
+pub trait Exact: Pages {
+    /// The page of `2^order` blocks that begins with `first`; false, and nothing is claimed, if a
+    /// block of it is not empty or out of reach.
+    fn claim_exact(&self, thread: usize, first: u32, order: u32) -> bool;
+}
+
 /// What one call claims and one call releases: a block or a page.
 pub trait Unit<A: ?Sized>: Send + Sync {
     /// Claims one.

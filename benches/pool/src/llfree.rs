@@ -2,7 +2,7 @@
 
 use llfree::{Alloc, Classing, FrameId, HUGE_ORDER, Init, LLFree, MetaData, Request};
 
-use crate::allocator::{Allocator, Pages};
+use crate::allocator::{Allocator, Exact, Pages};
 
 /// LLFree with its `simple` classes: small and huge frames apart, one reservation of each a thread.
 pub struct LlFree {
@@ -63,5 +63,21 @@ impl Pages for LlFree {
         self.frames
             .put(FrameId(first as usize), self.request(thread, order))
             .expect("a frame that is held");
+    }
+}
+
+impl Exact for LlFree {
+    /// Past the reservations, which are for claims that may take any frame; given up if one of them
+    /// holds the frame's tree.
+    fn claim_exact(&self, _thread: usize, first: u32, order: u32) -> bool {
+        let frame = Some(FrameId(first as usize));
+        let request = Request {
+            local: None,
+            ..self.request(0, order)
+        };
+        self.frames.get(frame, request).is_ok() || {
+            self.frames.drain();
+            self.frames.get(frame, request).is_ok()
+        }
     }
 }

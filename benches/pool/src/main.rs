@@ -1,8 +1,8 @@
 //! kvmmu's pool beside its rivals: speed, behaviour under a stopped thread, fragmentation.
 //!
 //! ```text
-//! pool-bench [speed | stopped | fragmentation | threads | metadata ...] [--blocks N] [--seed S]
-//!            [--threads N] [--rounds N] [--window-us N] [--warm-ms N] [--passes N] [--steps N] [--stops N]
+//! pool-bench [speed | stopped | fragmentation | pages | threads | metadata ...] [--blocks N] [--seed S]
+//!            [--load FILE] [--threads N] [--rounds N] [--window-us N] [--warm-ms N] [--passes N] [--steps N] [--stops N]
 //! ```
 //!
 //! Prints one JSON object a line ([`report`]); `benches/pool.py` makes the table of it. What lives
@@ -14,13 +14,18 @@ mod fragmentation;
 #[cfg(feature = "llfree")]
 mod llfree;
 mod loads;
+mod memory;
 mod ours;
+mod pages;
+mod players;
 mod report;
 mod rivals;
+mod serving;
 mod speed;
 mod stopped;
 mod workers;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -44,6 +49,7 @@ struct Options {
     passes: usize,
     steps: Option<usize>,
     stops: Option<usize>,
+    load: Option<PathBuf>,
 }
 
 fn parse() -> Result<Options, lexopt::Error> {
@@ -60,6 +66,7 @@ fn parse() -> Result<Options, lexopt::Error> {
         passes: 1000,
         steps: None,
         stops: None,
+        load: None,
     };
     let mut parser = lexopt::Parser::from_env();
     while let Some(argument) = parser.next()? {
@@ -75,6 +82,7 @@ fn parse() -> Result<Options, lexopt::Error> {
             Long("passes") => options.passes = parser.value()?.parse()?,
             Long("steps") => options.steps = Some(parser.value()?.parse()?),
             Long("stops") => options.stops = Some(parser.value()?.parse()?),
+            Long("load") => options.load = Some(parser.value()?.into()),
             Value(measure) => options.measures.push(measure.string()?),
             _ => return Err(argument.unexpected()),
         }
@@ -112,6 +120,7 @@ fn measure(name: &str, options: &Options) -> Result<(), String> {
             fragmentation::llfree_experiment(blocks.min(REPLACED_BLOCKS), seed, options.passes);
             fragmentation::churn(blocks.min(CHURN_BLOCKS), seed, options.steps);
         }
+        "pages" => pages::run(options.load.as_deref().ok_or("pages needs --load FILE")?)?,
         "metadata" => metadata(blocks),
         _ => return Err(format!("nothing is called {name:?}")),
     }

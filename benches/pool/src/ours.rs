@@ -2,7 +2,7 @@
 
 use kvmmu::pool::{Placement, Pool, PoolConfig};
 
-use crate::allocator::{Allocator, Pages};
+use crate::allocator::{Allocator, Exact, Pages};
 
 /// kvmmu's pool; it knows its threads by itself.
 pub struct Ours(pub Pool);
@@ -48,5 +48,11 @@ impl Pages for Ours {
 
     fn release_page(&self, _thread: usize, first: u32, order: u32) {
         (self.0.release_page(first, order)).expect("a page that is held");
+    }
+}
+
+impl Exact for Ours {
+    fn claim_exact(&self, _thread: usize, first: u32, order: u32) -> bool {
+        self.0.claim_exact(first, 1 << order)
     }
 }

@@ -105,6 +105,7 @@ class Bench:
 
     Attributes:
         vllm, llfree: folders of rivals' sources.
+        trace: file of requests, as ``kvmmu replay`` reads them.
         rust: what an example of the core crate measures, by its name; None: there is no checkout.
         atomic_ns: an uncontended atomic add; None: it was not measured.
         two_loops: how much more two private loops do than one.
@@ -113,6 +114,7 @@ class Bench:
 
     vllm: Path | None = None
     llfree: Path | None = None
+    trace: Path | None = None
     rust: Callable[[str], Mapping[str, float]] | None = None
     atomic_ns: float | None = None
     two_loops: float = 0.0
