@@ -23,6 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         from .commands import app
+
+        app(args=_with_optional_values(arguments), prog_name="kvmmu")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 130
     except MissingExtra as error:
         print(f"kvmmu: {error}", file=sys.stderr)
         return 2
@@ -36,14 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except KeyboardInterrupt:
-        return 130
-    try:
-        app(args=_with_optional_values(arguments), prog_name="kvmmu")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        return 130
     except OSError as error:  # help and version are printed by libraries
         if error.errno != errno.ENOSPC:
             raise

@@ -2,23 +2,48 @@
 
 What lives here: the app. What never lives here: the work itself (see :mod:`kvmmu.replay`,
 :mod:`kvmmu.doctor`, :mod:`kvmmu.testing` and their like). A command's file holds its options, its
-messages and its progress bar; what all have in common is in :mod:`.around`. Imported by
+messages and its progress bar; what all have in common is in :mod:`.around`. It is imported when the
+command is used: some need libraries that take longer to load than others to run. Imported by
 :mod:`kvmmu.cli` only, since it needs ``kvmmu[cli]``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
 from .. import _core
-from . import advise, bench, config, doctor, fuzz, map, replay, soak
 
 __all__ = ["app"]
 
+COMMANDS = ("doctor", "replay", "soak", "map", "fuzz", "advise", "bench", "config")
+"""Each is the name of a file here; its ``COMMAND`` is a function, or an app of several."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """Finds a command in its file."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        found = import_module(f".{cmd_name}", __name__).COMMAND
+        if not isinstance(found, typer.Typer):
+            one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            one.command(name=cmd_name)(found)
+            found = one
+        return typer.main.get_command(found)
+
+
 app = typer.Typer(
     name="kvmmu",
+    cls=_Commands,
     help="A memory-management unit for the KV caches of LLM serving.",
     no_args_is_help=True,
     add_completion=False,
@@ -40,13 +65,3 @@ def _kvmmu(
     ] = False,
 ) -> None:
     pass
-
-
-app.command(name="doctor")(doctor.doctor)
-app.command(name="replay")(replay.replay)
-app.command(name="soak")(soak.soak)
-app.command(name="map")(map.map_)
-app.command(name="fuzz")(fuzz.fuzz)
-app.command(name="advise")(advise.advise)
-app.command(name="bench")(bench.bench)
-app.add_typer(config.app)

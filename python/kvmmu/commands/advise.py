@@ -20,7 +20,7 @@ from ..replay import traces
 from ..replay.options import in_range
 from .around import check_writable, complain, exit_codes, show, stop_on_ctrl_c, write_json
 
-__all__ = ["advise"]
+__all__ = ["COMMAND"]
 
 
 def advise(
@@ -410,3 +410,6 @@ def _rules_table(verdict: paying.Verdict, rules: tuple[paying.Rule, ...]) -> Any
     for rule in rules:
         table.add_row(rule.name, rule.verdict, escape(rule.says), rule.source)
     return table
+
+
+COMMAND = advise

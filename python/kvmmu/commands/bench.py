@@ -18,7 +18,7 @@ from ..bench.report import remarks, table
 from ..errors import InvalidConfig
 from .around import check_writable, exit_codes, show
 
-__all__ = ["bench"]
+__all__ = ["COMMAND"]
 
 
 def bench(
@@ -68,3 +68,6 @@ def bench(
         show(table(rows, run), piped_width=150)
         for remark in remarks(rows, run):
             show(remark, as_is=True)
+
+
+COMMAND = bench

@@ -11,10 +11,14 @@ import typer
 
 from .around import exit_codes, show
 
-__all__ = ["app"]
+__all__ = ["COMMAND"]
 
 app = typer.Typer(
-    name="config", help="Files of settings: docs/configuration.md.", no_args_is_help=True
+    name="config",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Files of settings: docs/configuration.md.",
+    no_args_is_help=True,
 )
 
 
@@ -68,3 +72,6 @@ def show_all(
 
         config = Config() if file is None else Config.load(file)
         show(config.to_yaml().rstrip("\n"), as_is=True)
+
+
+COMMAND = app

@@ -10,7 +10,7 @@ import typer
 from .. import doctor as rooms
 from .around import CHECK_FAILED, exit_codes, show
 
-__all__ = ["doctor"]
+__all__ = ["COMMAND"]
 
 
 def doctor() -> None:
@@ -20,3 +20,6 @@ def doctor() -> None:
         show(rooms.table(findings))
         if any(finding.failed for finding in findings):
             raise typer.Exit(CHECK_FAILED)
+
+
+COMMAND = doctor

@@ -21,7 +21,7 @@ from ..errors import InvalidConfig
 from ..replay.options import in_range
 from .around import CHECK_FAILED, check_writable, complain, exit_codes, show, write_json
 
-__all__ = ["fuzz"]
+__all__ = ["COMMAND"]
 
 
 class Driver(Enum):
@@ -209,3 +209,6 @@ def _fuzz_progress(quiet: bool, seconds: float) -> Iterator[Callable[[int, bool]
             bar.update(task, completed=min(monotonic() - started, seconds), said=said)
 
         yield advance
+
+
+COMMAND = fuzz

@@ -36,7 +36,7 @@ from .around import (
 if TYPE_CHECKING:
     from ..replay.metrics import Totals
 
-__all__ = ["map_"]
+__all__ = ["COMMAND"]
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -187,3 +187,6 @@ def _can_print(encoding: str) -> bool:
     except (UnicodeError, LookupError):
         return False
     return True
+
+
+COMMAND = map_

@@ -39,7 +39,7 @@ from .around import (
 )
 from .configured import ConfigFile, Configured
 
-__all__ = ["replay"]
+__all__ = ["COMMAND"]
 
 BLOCKS = 90_000
 BLOCKS_FOR_SAMPLE = 2_048
@@ -398,3 +398,6 @@ def _progress(quiet: bool, requests: int) -> Iterator[Callable[[Totals], None]]:
             bar.update(task, completed=totals.finished + totals.refused, said=said)
 
         yield advance
+
+
+COMMAND = replay

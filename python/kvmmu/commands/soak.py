@@ -47,7 +47,7 @@ from .configured import Configured
 if TYPE_CHECKING:
     from ..metrics import Collector
 
-__all__ = ["soak"]
+__all__ = ["COMMAND"]
 
 
 OF_A_FILE = "config"
@@ -363,3 +363,6 @@ def _progress(
             return False
 
         yield advance
+
+
+COMMAND = soak
