@@ -43,6 +43,8 @@ near_and_far! {
     a_reader_never_sees_what_a_reused_node_maps_for_somebody_else,
     a_node_that_came_back_is_not_taken_for_the_one_that_went,
     a_reader_never_sees_what_the_nodes_of_a_closed_space_map_for_another_slot,
+    a_node_goes_to_another_thread_only_when_no_reader_finds_it_any_more,
+    a_space_is_gone_before_another_thread_has_its_nodes,
     a_split_and_a_move_of_one_half_never_show_a_third_block,
     a_promotion_and_a_split_again_show_no_half_of_both,
     an_id_shows_its_own_sequence_while_its_slot_is_closed_and_opened_again,
@@ -193,6 +195,59 @@ fn a_reader_never_sees_what_the_nodes_of_a_closed_space_map_for_another_slot<con
         assert_eq!(
             (table.look((0, 1), 0), table.look((1, 1), 0)),
             (None, Some(20))
+        );
+    });
+}
+
+/// As above, and it is another thread that takes the node, as soon as it can be had.
+fn a_node_goes_to_another_thread_only_when_no_reader_finds_it_any_more<const NEAR: usize>() {
+    bounded(2, || {
+        let table = Arc::new(Small::<NEAR>::new(8, 2).unwrap());
+        let own = space(&table, 0, &[4]);
+        let other = table.open(1, 1).unwrap();
+        let run = |work: fn(&Small<NEAR>, Space), space: Space| {
+            let table = Arc::clone(&table);
+            thread::spawn(move || work(&table, space))
+        };
+        let writers = [
+            run(|table, own| table.unmap(own, 0, 1, 0..0), own),
+            run(|table, other| fill(table, other, &[70]), other),
+        ];
+        let seen = table.look((0, 1), 0);
+        assert!(seen == Some(4) || seen.is_none(), "{seen:?}");
+        writers.map(|writer| writer.join().unwrap());
+        assert_eq!(
+            (table.look((0, 1), 0), table.look((1, 1), 0)),
+            (None, Some(70))
+        );
+    });
+}
+
+/// The same of the nodes of a space that is closed.
+fn a_space_is_gone_before_another_thread_has_its_nodes<const NEAR: usize>() {
+    bounded(2, || {
+        let table = Arc::new(Small::<NEAR>::new(8, 2).unwrap());
+        let own = space(&table, 0, &[4]);
+        let closes = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.unmap(own, 0, 1, 0..0);
+                table.close(own);
+            })
+        };
+        let opens = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                space(&table, 1, &[70]);
+            })
+        };
+        let seen = table.look((0, 1), 0);
+        assert!(seen == Some(4) || seen.is_none(), "{seen:?}");
+        closes.join().unwrap();
+        opens.join().unwrap();
+        assert_eq!(
+            (table.look((0, 1), 0), table.look((1, 1), 0)),
+            (None, Some(70))
         );
     });
 }
