@@ -79,6 +79,10 @@ impl Mmu {
                 self.table.space(slot) == Some(seq.space),
                 "slot {slot}: its address space is not the one that the table names"
             );
+            ensure!(
+                self.table.way_agrees(seq.space, seq.generation),
+                "slot {slot}: its line of ways says something else than the table"
+            );
             let mapped = self.blocks_for(seq.tokens);
             ensure!(
                 seq.first <= mapped.saturating_sub(1),
@@ -119,7 +123,7 @@ impl Mmu {
                     block < self.config.span() && block != self.null_block(),
                     "slot {slot}: logical block {index} maps {block}"
                 );
-                let looked = self.table.look(slot, index);
+                let looked = self.table.look((slot, seq.generation), index);
                 ensure!(
                     looked == Some(block),
                     "slot {slot}: logical block {index} maps {block}, without a lock it is {looked:?}"
@@ -159,7 +163,7 @@ impl Mmu {
             let behind = [seq.first.checked_sub(1), Some(mapped)];
             for index in behind.into_iter().flatten() {
                 ensure!(
-                    self.table.look(slot, index).is_none(),
+                    self.table.look((slot, seq.generation), index).is_none(),
                     "slot {slot}: logical block {index} is mapped, not in its {} to {mapped}",
                     seq.first
                 );

@@ -569,6 +569,13 @@ impl Sparse {
         Self { words, known }
     }
 
+    /// Whether any of them lies in a window.
+    fn is_in(&self, window: u32) -> bool {
+        let first = window as usize * windows::WORDS;
+        let known = self.known.get(first / 64).copied().unwrap_or(0);
+        known >> (first % 64) & ((1 << windows::WORDS) - 1) != 0
+    }
+
     fn word(&self, at: usize) -> u64 {
         let known = self.known.get(at / 64).copied().unwrap_or(0);
         if known >> (at % 64) & 1 == 0 {
@@ -603,6 +610,31 @@ impl Source for Sight<'_> {
             movable: if huge { 0 } else { movable & inside },
             soon: self.soon.word(at),
         }
+    }
+
+    fn window(&self, window: u32) -> [Sets; windows::WORDS] {
+        let first = window as usize * windows::WORDS;
+        if [&self.unsettled, &self.held, &self.soon]
+            .iter()
+            .any(|sparse| sparse.is_in(window))
+        {
+            return std::array::from_fn(|word| self.sets(first + word));
+        }
+        let movable = match self.mmu.is_huge(window * WINDOW) {
+            true => 0,
+            false => u64::MAX,
+        };
+        std::array::from_fn(|word| {
+            let [taken, evictable, stuck] = self.mmu.pool.sets(first + word);
+            let sets = Sets {
+                empty: !taken,
+                cached: evictable,
+                movable: taken & !evictable & !stuck & movable,
+                soon: 0,
+            };
+            debug_assert_eq!(sets, self.sets(first + word));
+            sets
+        })
     }
 
     fn windows(&self) -> Option<Vec<Group>> {

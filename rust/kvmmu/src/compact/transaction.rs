@@ -199,7 +199,7 @@ impl Mmu {
         for (slot, at) in self.mappings(shared, source) {
             let mut sequence = lock(&self.slots[slot as usize]);
             let index = sequence.space.logical_of(at);
-            self.remap(shared, slot, &mut sequence, index, (source, destination));
+            self.remap(shared, &mut sequence, index, (source, destination));
             touched.push((slot, index));
         }
         self.reverse.transfer(source, destination);

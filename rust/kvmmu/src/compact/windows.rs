@@ -26,7 +26,7 @@ use super::measure::{WINDOW, longest};
 use super::plan::{Impossible, mask};
 
 /// Words of a window.
-const WORDS: usize = (WINDOW / 64) as usize;
+pub(super) const WORDS: usize = (WINDOW / 64) as usize;
 /// How many groups a pass tries to empty in which pieces do not fit elsewhere.
 const TRIES: u32 = 16;
 /// How many groups with room are put in order before it is known that more are needed.
@@ -51,6 +51,11 @@ pub trait Source {
     /// What the blocks from `64 * at` on are, of a word of the pool. Bits behind the last block are
     /// ignored.
     fn sets(&self, at: usize) -> Sets;
+
+    /// The words of a window that lies in the pool as a whole.
+    fn window(&self, window: u32) -> [Sets; WORDS] {
+        std::array::from_fn(|word| self.sets(window as usize * WORDS + word))
+    }
 
     /// The groups of [`WINDOW`] blocks, if they are counted already.
     fn windows(&self) -> Option<Vec<Group>>;
@@ -94,7 +99,7 @@ pub struct Group {
 impl Group {
     /// Whether nothing but available blocks lies in it.
     pub fn is_free(&self) -> bool {
-        self.movable + self.stuck + self.soon == 0
+        self.movable | self.stuck | self.soon == 0
     }
 
     /// Whether moves alone can make it free.
@@ -117,27 +122,80 @@ pub fn census<S: Source>(source: &S, size: u32) -> Vec<Group> {
         let groups = windows.chunks((size / WINDOW) as usize);
         return groups.map(|group| group.iter().sum()).collect();
     }
-    let starts = (0..n).step_by(size as usize);
-    let groups = starts.map(|first| first..n.min(first.saturating_add(size)));
-    groups.map(|group| count(source, group)).collect()
+    let mut groups = Vec::with_capacity(n.div_ceil(size) as usize);
+    if WINDOW.is_multiple_of(size) {
+        (0..n / WINDOW).for_each(|window| parts(&source.window(window), size, &mut groups));
+    }
+    let starts = (groups.len() as u32 * size..n).step_by(size as usize);
+    let rest = starts.map(|first| first..n.min(first.saturating_add(size)));
+    groups.extend(rest.map(|group| count(source, group)));
+    groups
+}
+
+/// Counts the groups of `size` blocks, a part of a window, in all of one.
+fn parts(window: &[Sets; WORDS], size: u32, groups: &mut Vec<Group>) {
+    if size >= 64 {
+        groups.extend(window.chunks_exact(size as usize / 64).map(|part| {
+            let mut counts = Counts::default();
+            part.iter().for_each(|&sets| counts.add(sets, u64::MAX));
+            counts.group(size)
+        }));
+        return;
+    }
+    let first = (1 << size) - 1;
+    for &sets in window {
+        groups.extend((0..64).step_by(size as usize).map(|at| {
+            let mut counts = Counts::default();
+            counts.add(sets, first << at);
+            counts.group(size)
+        }));
+    }
+}
+
+/// Blocks of a group, by what they are.
+#[derive(Default)]
+struct Counts {
+    empty: u32,
+    cached: u32,
+    soon: u32,
+    stuck: u32,
+}
+
+impl Counts {
+    /// Counts the blocks of a word that are `here`.
+    #[inline]
+    fn add(&mut self, sets: Sets, here: u64) {
+        let ones = |bits: u64| (bits & here).count_ones();
+        self.empty += ones(sets.empty);
+        // Without an instruction for it, counting costs more than this look, and most have none.
+        if (sets.cached | sets.soon | sets.stuck()) & here != 0 {
+            self.cached += ones(sets.cached);
+            self.soon += ones(sets.soon);
+            self.stuck += ones(sets.stuck());
+        }
+    }
+
+    /// A group of `size` blocks, all of which were counted. What is left may move.
+    #[inline]
+    fn group(&self, size: u32) -> Group {
+        let available = self.empty + self.cached;
+        Group {
+            movable: size - available - self.soon - self.stuck,
+            stuck: self.stuck,
+            soon: self.soon,
+            available,
+            empty: self.empty,
+        }
+    }
 }
 
 /// Counts the blocks of a range.
 pub fn count<S: Source>(source: &S, range: Range<u32>) -> Group {
-    let mut group = Group::default();
-    let ones = |bits: u64| if bits == 0 { 0 } else { bits.count_ones() };
-    let mut cached = 0;
+    let mut counts = Counts::default();
     for at in (range.start / 64) as usize..range.end.div_ceil(64) as usize {
-        let (sets, here) = (source.sets(at), mask(at, &range));
-        group.empty += ones(sets.empty & here);
-        cached += ones(sets.cached & here);
-        group.soon += ones(sets.soon & here);
-        group.stuck += ones(sets.stuck() & here);
+        counts.add(source.sets(at), mask(at, &range));
     }
-    group.available = group.empty + cached;
-    // What is left.
-    group.movable = range.len() as u32 - group.available - group.soon - group.stuck;
-    group
+    counts.group(range.len() as u32)
 }
 
 impl<'a> std::iter::Sum<&'a Group> for Group {
@@ -196,6 +254,8 @@ pub struct Picture<'a> {
     source: &'a dyn Source,
     num_blocks: u32,
     size: u32,
+    /// Complete groups.
+    complete: u32,
     /// log2 of the middle page size.
     align: u32,
     pub(super) groups: Vec<Group>,
@@ -232,12 +292,10 @@ struct Window {
 }
 
 /// The `k` least of some keys, ascending.
-fn least<K: Ord>(k: usize, keys: impl Iterator<Item = K>) -> Vec<K> {
-    let mut heap = BinaryHeap::new();
+fn least<K: Ord>(k: usize, mut keys: impl Iterator<Item = K>) -> Vec<K> {
+    let mut heap: BinaryHeap<K> = keys.by_ref().take(k).collect();
     for key in keys {
-        if heap.len() < k {
-            heap.push(key);
-        } else if let Some(mut most) = heap.peek_mut()
+        if let Some(mut most) = heap.peek_mut()
             && key < *most
         {
             *most = key;
@@ -256,6 +314,7 @@ impl<'a> Picture<'a> {
             source,
             num_blocks,
             size,
+            complete: num_blocks / size,
             align,
             read: vec![0; num_blocks.div_ceil(WINDOW) as usize],
             windows: Vec::new(),
@@ -364,13 +423,8 @@ impl<'a> Picture<'a> {
 
     /// Nothing may be moved into the group: it is being emptied, or is free and stays so.
     fn is_closed(&self, group: usize) -> bool {
-        let short = self.opens_short && group as u32 == self.complete();
+        let short = self.opens_short && group as u32 == self.complete;
         self.emptying[group] || self.groups[group].is_free() && !short
-    }
-
-    /// Complete groups.
-    fn complete(&self) -> u32 {
-        self.num_blocks / self.size
     }
 
     /// Available blocks.
@@ -380,7 +434,7 @@ impl<'a> Picture<'a> {
 
     /// Complete groups that are free.
     pub fn free(&self) -> u32 {
-        let complete = &self.groups[..self.complete() as usize];
+        let complete = &self.groups[..self.complete as usize];
         complete.iter().filter(|group| group.is_free()).count() as u32
     }
 
@@ -400,7 +454,7 @@ impl<'a> Picture<'a> {
         if available < need {
             return Err(Impossible::TooFewAvailable { need, available });
         }
-        let order = self.cheapest(k, self.complete(), |_| true);
+        let order = self.cheapest(k, self.complete, |_| true);
         if (order.len() as u32) < k {
             return Err(Impossible::TooFewGroups {
                 need: k,
@@ -421,7 +475,7 @@ impl<'a> Picture<'a> {
         max_moves: u32,
         lore: &mut Lore<'_>,
     ) -> Emptied {
-        let order = self.cheapest(k, self.complete(), |group| group.movable <= most);
+        let order = self.cheapest(k, self.complete, |group| group.movable <= most);
         // Pieces may go to groups whose turn comes later, if they find room as a whole nowhere else: two
         // half empty ones become one.
         let mut pairs = Vec::new();
@@ -824,7 +878,7 @@ impl<'a> Picture<'a> {
 
     /// The lowest free group, all of whose blocks are empty, may be filled. `false`: there is none.
     pub(super) fn open_group(&mut self) -> bool {
-        let complete = &self.groups[..self.complete() as usize];
+        let complete = &self.groups[..self.complete as usize];
         let whole = |group: &Group| group.is_free() && group.empty == self.size;
         let Some(at) = complete.iter().position(whole) else {
             return false;
@@ -1319,6 +1373,26 @@ pub(super) mod tests {
     }
 
     proptest! {
+        #[test]
+        fn a_census_counts_every_group_by_what_lies_in_it(
+            states in states(),
+            size in prop_oneof![
+                Just(1u32), Just(2), Just(16), Just(48), Just(64), Just(128), Just(192), Just(256),
+                Just(512), Just(1024)
+            ],
+        ) {
+            let model = Model::new(states, size);
+            let groups = census(&model, size);
+            prop_assert_eq!(groups.len(), model.states.len().div_ceil(size as usize));
+            for (at, group) in (0..).zip(groups) {
+                let of = |wanted| model.group(at).iter().filter(|state| **state == wanted).count();
+                let [empty, cached, movable, soon, stuck] =
+                    [Empty, Cached, Movable, Soon, Stuck].map(|state| of(state) as u32);
+                let expected = Group { movable, stuck, soon, available: empty + cached, empty };
+                prop_assert_eq!(group, expected);
+            }
+        }
+
         #[test]
         fn a_plan_does_what_it_says(
             states in states(),

@@ -15,8 +15,7 @@ impl Mmu {
         let (from, space) = (sequence.tokens, sequence.space);
         let blocks = self.checked_blocks(from, tokens.len())?;
         let mapped = self.blocks_for(from);
-        self.table
-            .reserve(slot, space, mapped, blocks, mapped == 0)?;
+        self.table.reserve(space, mapped, blocks, mapped == 0)?;
 
         let to = from + tokens.len() as u32;
         let row = Row {

@@ -74,7 +74,7 @@ impl Mmu {
         self.drop_hold(slot);
         let from = kept.max(sequence.first);
         if from > sequence.first {
-            self.cut_before(shared, slot, sequence, from);
+            self.cut_before(shared, sequence, from);
         }
         let pieces = self.pieces(shared, sequence, from, mapped);
         let last = if from > sequence.first {
@@ -97,7 +97,7 @@ impl Mmu {
     /// is still to be published behind it.
     pub fn release_before(&self, id: i64, token: u32) -> Result<u32> {
         let _gate = self.enter();
-        let (slot, mut sequence) = self.sequence(id)?;
+        let (_, mut sequence) = self.sequence(id)?;
         if token > sequence.tokens {
             return Err(Error::InvalidConfig(format!(
                 "release before token {token}: the sequence has {}",
@@ -117,7 +117,7 @@ impl Mmu {
             return Ok(0);
         }
         let mut shared = self.shared();
-        self.cut_before(&mut shared, slot, &mut sequence, to);
+        self.cut_before(&mut shared, &mut sequence, to);
         let pieces = self.pieces(&mut shared, &sequence, first, to);
         self.forget(&mut sequence, NONE, &pieces);
         let next = self.table.block(sequence.space, to);

@@ -14,8 +14,8 @@ impl Mmu {
         let (_, parent) = self.sequence(parent)?;
         let (first, mapped) = (parent.first, self.blocks_for(parent.tokens));
         let (slot, mut child) = self.take_slot()?;
-        child.space = self.table.shift(slot, child.space, parent.space.offset());
-        if let Err(error) = self.table.reserve(slot, child.space, first, mapped, true) {
+        child.space = self.table.shift(child.space, parent.space.offset());
+        if let Err(error) = self.table.reserve(child.space, first, mapped, true) {
             self.give_slot(slot, child);
             return Err(error);
         }

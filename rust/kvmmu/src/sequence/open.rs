@@ -173,10 +173,10 @@ impl Mmu {
             true => 0,
             false => self.offset(&matched, blocks, allowed),
         };
-        let mut space = self.table.shift(slot, sequence.space, offset);
-        if offset > 0 && self.table.reserve(slot, space, 0, blocks, true).is_err() {
+        let mut space = self.table.shift(sequence.space, offset);
+        if offset > 0 && self.table.reserve(space, 0, blocks, true).is_err() {
             // One table less may do.
-            space = self.table.shift(slot, space, 0);
+            space = self.table.shift(space, 0);
         }
         sequence.space = space;
         sequence.orders = orders;
@@ -192,7 +192,7 @@ impl Mmu {
             self.table.trim(space, 0, blocks, true);
             return Err(error);
         }
-        self.table.reserve(slot, space, 0, blocks, true)?;
+        self.table.reserve(space, 0, blocks, true)?;
 
         // Should it fail, what waits for a step now waits for it again.
         let waits = |&block: &u32| shared.cools_for(block);

@@ -207,7 +207,7 @@ impl Mmu {
         for row in batch.iter() {
             let (from, to) = self.extent(row);
             self.table
-                .reserve(row.slot, row.sequence.space, from, to, from == 0)?;
+                .reserve(row.sequence.space, from, to, from == 0)?;
             *done += 1;
         }
         let mut shared = None;

@@ -22,19 +22,6 @@ struct Unsettled<'a> {
     sequences: Vec<MutexGuard<'a, Sequence>>,
 }
 
-impl Unsettled<'_> {
-    /// Slot of each of the sequences.
-    fn slots(&self) -> Vec<u32> {
-        let mut slots = vec![0; self.sequences.len()];
-        for (entry, owner) in self.entries.iter().zip(&self.owners) {
-            if let Some(owner) = *owner {
-                slots[owner] = entry.slot;
-            }
-        }
-        slots
-    }
-}
-
 impl Mmu {
     /// Begins a step and returns its number.
     pub fn begin_step(&self) -> u64 {
@@ -78,15 +65,14 @@ impl Mmu {
         }
         let size = self.config.block_size;
         let mut shared = None;
-        let slots = held.slots();
-        for ((sequence, written), slot) in held.sequences.iter_mut().zip(expected).zip(slots) {
+        for (sequence, written) in held.sequences.iter_mut().zip(expected) {
             let before = sequence.written;
             sequence.written = written;
             sequence.settle();
             let full = written.min(sequence.unknown_from) / size;
             if self.config.prefix_caching && full > sequence.published {
                 let shared = shared.get_or_insert_with(|| self.shared());
-                self.publish(slot, sequence, full, shared);
+                self.publish(sequence, full, shared);
             }
             // Pages that have become complete.
             let (from, to) = (before / size, written / size);
@@ -102,7 +88,7 @@ impl Mmu {
     }
 
     /// Offers the blocks of a sequence up to `full` to the prefix index.
-    fn publish(&self, slot: u32, sequence: &mut Sequence, full: u32, shared: &mut Shared) {
+    fn publish(&self, sequence: &mut Sequence, full: u32, shared: &mut Shared) {
         let first = sequence.published;
         if first > 0 && first <= sequence.first {
             return; // the block that the next would stand behind was released
@@ -117,7 +103,7 @@ impl Mmu {
                 }
                 match self.equal_block(shared, block) {
                     Some(first) => {
-                        self.merge(slot, sequence, shared, index, (block, first));
+                        self.merge(sequence, shared, index, (block, first));
                         block = first;
                     }
                     None => {
@@ -147,7 +133,6 @@ impl Mmu {
     /// Maps the block that was known first, and gives up the one that was just entered behind it.
     fn merge(
         &self,
-        slot: u32,
         sequence: &mut Sequence,
         shared: &mut Shared,
         index: u32,
@@ -157,7 +142,7 @@ impl Mmu {
         let mut dropped = Vec::new();
         shared.index.withdraw(block, &mut dropped);
         debug_assert!(dropped.is_empty(), "the first is still there");
-        self.map_instead(slot, sequence, shared, index, (block, first));
+        self.map_instead(sequence, shared, index, (block, first));
         let steps = self.steps();
         let mut empty = Vec::new();
         self.let_go(shared, steps.fence(), block, &mut empty);

@@ -192,7 +192,7 @@ impl Mmu {
         tokens: Option<&[i32]>,
         copies: &mut Vec<[u32; 2]>,
     ) {
-        let (slot, tokens_after) = (row.slot, row.tokens_after);
+        let tokens_after = row.tokens_after;
         let sequence = &mut *row.sequence;
         let mapped = self.blocks_for(sequence.tokens);
         for (index, block, copy) in std::mem::take(&mut row.writes) {
@@ -201,7 +201,7 @@ impl Mmu {
             if copy {
                 let new = into.next().expect("claimed for this");
                 copies.push([block, new]);
-                self.copy_on_write(slot, sequence, shared, index, (block, new));
+                self.copy_on_write(sequence, shared, index, (block, new));
                 if let Some(step) = step {
                     shared.awaited.insert(new, step);
                     self.pool.set_stuck(new, true);
@@ -224,7 +224,6 @@ impl Mmu {
 
     fn copy_on_write(
         &self,
-        slot: u32,
         sequence: &mut Sequence,
         shared: &mut Shared,
         index: u32,
@@ -232,7 +231,7 @@ impl Mmu {
     ) {
         self.tokens
             .copy(block, new, self.config.block_size as usize);
-        self.map_instead(slot, sequence, shared, index, (block, new));
+        self.map_instead(sequence, shared, index, (block, new));
         let word = self.pool.word(block).released();
         self.pool
             .set_word(block, word.expect("somebody else holds it too"));
@@ -242,13 +241,12 @@ impl Mmu {
     /// Maps another block in the place of one; references are the caller's.
     pub(super) fn map_instead(
         &self,
-        slot: u32,
         sequence: &mut Sequence,
         shared: &mut Shared,
         index: u32,
         (block, new): (u32, u32),
     ) {
-        self.remap(shared, slot, sequence, index, (block, new));
+        self.remap(shared, sequence, index, (block, new));
         let loc = self.table.page(sequence.space, index).loc;
         self.reverse.remove(&mut shared.chains, (0, block), loc);
         self.reverse.add(&mut shared.chains, (0, new), loc);

@@ -99,26 +99,19 @@ impl Mmu {
     }
 
     /// Cuts pages of a sequence until one begins at a logical block that is mapped.
-    pub(crate) fn cut_before(
-        &self,
-        shared: &mut Shared,
-        slot: u32,
-        sequence: &mut Sequence,
-        index: u32,
-    ) {
-        self.cut_until(shared, slot, sequence, index, |page| page.index == index);
+    pub(crate) fn cut_before(&self, shared: &mut Shared, sequence: &mut Sequence, index: u32) {
+        self.cut_until(shared, sequence, index, |page| page.index == index);
     }
 
     /// Cuts pages of a sequence until a logical block is a page of its own.
-    fn cut_out(&self, shared: &mut Shared, slot: u32, sequence: &mut Sequence, index: u32) {
-        self.cut_until(shared, slot, sequence, index, |page| page.order == 0);
+    fn cut_out(&self, shared: &mut Shared, sequence: &mut Sequence, index: u32) {
+        self.cut_until(shared, sequence, index, |page| page.order == 0);
     }
 
     /// Cuts the page that a logical block lies in until it is as wanted.
     fn cut_until(
         &self,
         shared: &mut Shared,
-        slot: u32,
         sequence: &mut Sequence,
         index: u32,
         wanted: impl Fn(&Page) -> bool,
@@ -128,18 +121,18 @@ impl Mmu {
             if wanted(&page) {
                 return;
             }
-            self.split(shared, slot, sequence, page);
+            self.split(shared, sequence, page);
         }
     }
 
     /// Cuts a page into those of the next smaller order.
-    fn split(&self, shared: &mut Shared, slot: u32, sequence: &mut Sequence, page: Page) {
+    fn split(&self, shared: &mut Shared, sequence: &mut Sequence, page: Page) {
         let smaller = self.config.page_orders.bits() & ((1 << page.order) - 1);
         let order = smaller.ilog2();
         let chains = &mut shared.chains;
         self.reverse
             .remove(chains, (page.order, page.number()), page.loc);
-        self.table.split(slot, sequence.space, page.index, order);
+        self.table.split(sequence.space, page.index, order);
         for i in 0..1 << (page.order - order) {
             let part = self.table.page(sequence.space, page.index + (i << order));
             self.reverse.add(chains, (order, part.number()), part.loc);
@@ -226,12 +219,11 @@ impl Mmu {
     pub(crate) fn remap(
         &self,
         shared: &mut Shared,
-        slot: u32,
         sequence: &mut Sequence,
         index: u32,
         (old, new): (u32, u32),
     ) {
-        self.cut_out(shared, slot, sequence, index);
+        self.cut_out(shared, sequence, index);
         let mapped = self.blocks_for(sequence.tokens);
         let before = (index > sequence.first).then(|| self.table.block(sequence.space, index - 1));
         let after = (index + 1 < mapped).then(|| self.table.block(sequence.space, index + 1));

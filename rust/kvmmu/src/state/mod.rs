@@ -41,7 +41,7 @@ use crate::sync::{
     AtomicU32, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard, Serial,
     lock, try_lock,
 };
-use crate::table::{Blocks, Lives, Piece, Pieces, Table};
+use crate::table::{Blocks, Piece, Pieces, Table};
 
 pub(crate) use ages::Ages;
 use holds::Holds;
@@ -163,7 +163,6 @@ pub struct Mmu {
     pub(crate) tokens: Tokens,
     pub(crate) slots: Box<[Mutex<Sequence>]>,
     /// Tells an id that is gone from one that is busy without the lock.
-    pub(crate) lives: Lives,
     free_slots: Mutex<FreeSlots>,
     gate: RwLock<()>,
     shared: Mutex<Shared>,
@@ -196,12 +195,11 @@ impl Mmu {
         Ok(Self {
             uid: NEXT.fetch_add(1, Ordering::Relaxed),
             pool: Pool::build(n, reserved, config.placement, small_from, config.anchor)?,
-            table: Table::new(config.table_nodes)?,
+            table: Table::new(config.table_nodes, config.max_sequences)?,
             reverse: Reverse::new(n, config.page_orders.bits())?,
             holds: Holds::new(config.max_sequences + 1)?,
             tokens: Tokens::new(n, block_size, config.prefix_caching)?,
             slots,
-            lives: Lives::new(config.max_sequences)?,
             free_slots: Mutex::new(FreeSlots {
                 reused: BinaryHeap::new(),
                 fresh: 0,
@@ -295,7 +293,7 @@ impl Mmu {
         let unknown = Error::UnknownSequence { sequence: id };
         let (generation, slot) = parse(id).ok_or(unknown.clone())?;
         let cell = self.slots.get(slot as usize).ok_or(unknown.clone())?;
-        if !self.lives.is(slot, generation) {
+        if !self.table.is_open(slot, generation) {
             return Err(unknown);
         }
         let sequence = try_lock(cell).ok_or(Error::ConcurrentUse { sequence: id })?;
@@ -350,16 +348,16 @@ impl Mmu {
                 }
             }
         };
-        let space = match self.table.open(slot) {
+        let mut sequence = lock(&self.slots[slot as usize]);
+        let generation = sequence.generation + 1;
+        let space = match self.table.open(slot, generation) {
             Ok(space) => space,
             Err(error) => {
+                drop(sequence);
                 lock(&self.free_slots).reused.push(Descending(slot));
                 return Err(error);
             }
         };
-        let mut sequence = lock(&self.slots[slot as usize]);
-        let generation = sequence.generation + 1;
-        self.lives.begin(slot, generation);
         *sequence = Sequence {
             generation,
             open: true,
@@ -382,8 +380,7 @@ impl Mmu {
 
     /// Gives a slot back whose address space is empty.
     pub(crate) fn give_slot(&self, slot: u32, mut sequence: MutexGuard<'_, Sequence>) {
-        self.lives.end(slot);
-        self.table.close(slot, sequence.space);
+        self.table.close(sequence.space);
         sequence.open = false;
         sequence.keys = None;
         drop(sequence);

@@ -115,7 +115,8 @@ pub(crate) fn id(generation: u64, slot: u32) -> i64 {
 /// (generation, slot) of an id; nothing for what can never be one.
 pub(crate) fn parse(id: i64) -> Option<(u64, u32)> {
     let slot = id as u32 & ((1 << SLOT_BITS) - 1);
-    (id > 0).then_some((id as u64 >> SLOT_BITS, slot))
+    // Generations begin with 1.
+    (id >= 1 << SLOT_BITS).then_some((id as u64 >> SLOT_BITS, slot))
 }
 
 /// Numbers about one sequence.

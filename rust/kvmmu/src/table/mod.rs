@@ -6,7 +6,7 @@
 //! | `pte` | the layout of an entry |
 //! | `pages` | mapping, remapping, splitting, promoting, unmapping: by the one writer of a space |
 //! | `walk` | reading: by the writer, and by anybody without a lock |
-//! | `lives` | which sequence has a slot: the look-up by id |
+//! | `ways` | a line a slot: which sequence has it, and the way to its first tables |
 //!
 //! What never lives here: who owns a block, why it moves, the reverse map.
 //!
@@ -35,18 +35,18 @@
 //! array larger than needed costs address space, not memory: pages are touched on first use. A huge
 //! page keeps a node in reserve, untouched, so that a split never fails.
 
-mod lives;
 mod pages;
 mod pte;
 mod walk;
+mod ways;
 
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Mutex, Ordering, lock, zeroed_u64};
 
-pub use lives::Lives;
 pub(crate) use pte::NODE_BITS;
 pub use pte::Pte;
 pub(crate) use walk::{Blocks, Leaf, Page, Piece, Pieces};
+use ways::Ways;
 
 const ROOT: u32 = 0;
 /// In the word of a node: its place in the tree, and its generation above that.
@@ -61,23 +61,27 @@ struct Free {
     fresh: u32,
 }
 
-/// The page table of all sequences, with `FANOUT` entries a node: 512, or fewer for model checkers,
-/// whose worlds must be small.
+/// The page table of all sequences, with `FANOUT` entries a node and a copy of the first `NEAR` entries
+/// of each level 2 in the line of its slot: 512 and 6, or fewer for model checkers, whose worlds must
+/// be small.
 #[derive(Debug)]
-pub struct Table<const FANOUT: u32 = 512> {
+pub struct Table<const FANOUT: u32 = 512, const NEAR: usize = 6> {
     entries: Box<[AtomicU64]>,
+    /// Where readers without a lock begin.
+    ways: Ways<NEAR>,
     /// A word a node: generation, and (slot, huge index) of what it holds.
     lives: Box<[AtomicU64]>,
     nodes: u32,
     free: Mutex<Free>,
 }
 
-/// The level-2 node of one address space, where its walks begin, and the virtual block of its
-/// first logical block.
+/// The level-2 node of one address space, where its walks begin, the virtual block of its first
+/// logical block, and whose it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Space {
     node: u32,
     offset: u32,
+    slot: u32,
 }
 
 impl Space {
@@ -85,6 +89,7 @@ impl Space {
     pub(crate) const NONE: Space = Space {
         node: u32::MAX,
         offset: 0,
+        slot: u32::MAX,
     };
 
     /// Virtual block of logical block 0.
@@ -106,12 +111,12 @@ impl Space {
 /// Where the entry of a page stands: a number that the reverse map can keep.
 pub(crate) type Loc = u32;
 
-impl<const FANOUT: u32> Table<FANOUT> {
+impl<const FANOUT: u32, const NEAR: usize> Table<FANOUT, NEAR> {
     /// Order of a page that an entry of level 2 maps.
     pub(crate) const HUGE: u32 = FANOUT.ilog2();
 
-    /// A table of so many nodes, with no address space in it.
-    pub fn new(nodes: u32) -> Result<Self> {
+    /// A table of so many nodes for so many slots, with no address space in it.
+    pub fn new(nodes: u32, slots: u32) -> Result<Self> {
         let entries = zeroed_u64(nodes as usize * FANOUT as usize)?;
         let free = Free {
             reused: Vec::new(),
@@ -119,6 +124,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
         };
         Ok(Self {
             entries,
+            ways: Ways::new(slots)?,
             lives: zeroed_u64(nodes as usize)?,
             nodes,
             free: Mutex::new(free),
@@ -164,6 +170,13 @@ impl<const FANOUT: u32> Table<FANOUT> {
             .store(pte.0, Ordering::Release);
     }
 
+    /// Replaces an entry of level 2: in its node, and then where readers look for it. Who gives a node
+    /// away that the old entry names does so behind this.
+    fn store_table(&self, space: Space, index: u32, pte: Pte) {
+        self.store(space.node, index, pte);
+        self.ways.store_near(space.slot, index, pte);
+    }
+
     /// A node begins another life: at this huge index of a slot, or as its level 2 (`None`).
     fn begin(&self, node: u32, slot: u32, huge: Option<u32>) -> Pte {
         let life = &self.lives[node as usize];
@@ -202,9 +215,9 @@ impl<const FANOUT: u32> Table<FANOUT> {
         Ok(free.fresh - 1)
     }
 
-    /// Makes the address space of a slot, with offset 0. Nodes of level 3 stay once they are made:
-    /// 512 slots share one.
-    pub fn open(&self, slot: u32) -> Result<Space> {
+    /// Makes the address space of a slot for a sequence of a generation (from 1 on) that the slot never
+    /// had, with offset 0. Nodes of level 3 stay once they are made: 512 slots share one.
+    pub fn open(&self, slot: u32, generation: u64) -> Result<Space> {
         let (high, low) = (slot / FANOUT, slot % FANOUT);
         let mut free = lock(&self.free);
         let upper = self.load(ROOT, high);
@@ -227,19 +240,27 @@ impl<const FANOUT: u32> Table<FANOUT> {
             !self.load(upper, low).is_present(),
             "slot {slot} is open already"
         );
-        self.store(upper, low, self.begin(node, slot, None));
+        let child = self.begin(node, slot, None);
+        self.store(upper, low, child);
         if fresh_upper {
             self.store(ROOT, high, Pte::child(upper, 0));
         }
-        Ok(Space { node, offset: 0 })
+        self.ways.begin(slot, generation, child);
+        Ok(Space {
+            node,
+            offset: 0,
+            slot,
+        })
     }
 
     /// Begins a space in which nothing is mapped at another virtual block.
-    pub(crate) fn shift(&self, slot: u32, space: Space, offset: u32) -> Space {
+    pub(crate) fn shift(&self, space: Space, offset: u32) -> Space {
+        let slot = space.slot;
         let (upper, low) = (self.load(ROOT, slot / FANOUT).node(), slot % FANOUT);
         let child = self.load(upper, low);
         debug_assert!(child.node() == space.node && offset < FANOUT);
         self.store(upper, low, child.shifted(offset));
+        self.ways.shift(slot, offset);
         Space { offset, ..space }
     }
 
@@ -255,6 +276,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
         lower.is_present().then(|| Space {
             node: lower.node(),
             offset: lower.offset(),
+            slot,
         })
     }
 
@@ -269,7 +291,10 @@ impl<const FANOUT: u32> Table<FANOUT> {
     }
 
     /// Gives the address space back; every block in it must be unmapped.
-    pub fn close(&self, slot: u32, space: Space) {
+    pub fn close(&self, space: Space) {
+        let slot = space.slot;
+        // First: who looks by id finds nothing before the node serves anybody else.
+        self.ways.end(slot);
         let upper = self.load(ROOT, slot / FANOUT).node();
         debug_assert_eq!(self.load(upper, slot % FANOUT).node(), space.node);
         self.store(upper, slot % FANOUT, Pte::ABSENT);
@@ -291,7 +316,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
 
     /// Makes sure that the blocks `from..to` can be mapped without failing. All or nothing. The
     /// block before `from` is mapped, or nothing is (`alone`).
-    pub fn reserve(&self, slot: u32, space: Space, from: u32, to: u32, alone: bool) -> Result<()> {
+    pub fn reserve(&self, space: Space, from: u32, to: u32, alone: bool) -> Result<()> {
         let tables = Self::fresh_tables(space, from, to, alone);
         if tables.is_empty() {
             return Ok(());
@@ -303,8 +328,8 @@ impl<const FANOUT: u32> Table<FANOUT> {
             }
             match self.allocate(&mut free) {
                 Ok(node) => {
-                    let child = self.begin(node, slot, Some(index));
-                    self.store(space.node, index, child);
+                    let child = self.begin(node, space.slot, Some(index));
+                    self.store_table(space, index, child);
                 }
                 Err(error) => {
                     drop(free);
@@ -331,7 +356,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
             let child = self.load(space.node, index);
             if child.is_present() {
                 debug_assert!(!child.is_leaf());
-                self.store(space.node, index, Pte::ABSENT);
+                self.store_table(space, index, Pte::ABSENT);
                 free.reused.push(child.node());
             }
         }
@@ -348,19 +373,19 @@ mod tests {
 
     #[test]
     fn every_entry_around_the_roll_over_of_a_level_is_its_own() {
-        let table = Table::<512>::new(1300).unwrap();
+        let table = Table::<512>::new(1300, 1024).unwrap();
         let slots = [0, 1, 511, 512];
         let spaces: Vec<_> = slots
             .iter()
             .enumerate()
             .map(|(i, &slot)| {
-                let space = table.open(slot).unwrap();
-                table.shift(slot, space, i as u32 * 170)
+                let space = table.open(slot, 1).unwrap();
+                table.shift(space, i as u32 * 170)
             })
             .collect();
         let indices = [0, 1, 510, 511, 512, 513, 1023, 1024, 65_535];
         for (s, &space) in spaces.iter().enumerate() {
-            table.reserve(slots[s], space, 0, 65_536, true).unwrap();
+            table.reserve(space, 0, 65_536, true).unwrap();
             for (i, &index) in indices.iter().enumerate() {
                 map(&table, space, index, &[(s * 100 + i) as u32]);
             }
@@ -370,34 +395,38 @@ mod tests {
             for (i, &index) in indices.iter().enumerate() {
                 let block = (s * 100 + i) as u32;
                 assert_eq!(table.block(space, index), block);
-                assert_eq!(table.look(slots[s], index), Some(block));
+                assert_eq!(table.look((slots[s], 1), index), Some(block));
                 let loc = table.page(space, index).loc;
                 assert_eq!(table.whose(loc), (slots[s], space.virtual_of(index)));
             }
             assert!(!table.get(space, 2).is_present());
-            assert_eq!(table.look(slots[s], 2), None);
+            assert_eq!(table.look((slots[s], 1), 2), None);
         }
         assert_eq!(table.space(513), None);
-        assert_eq!(table.look(513, 0), None);
+        assert_eq!(table.look((513, 1), 0), None);
         for beyond in [512 * 512, u32::MAX] {
-            assert!(slots.iter().all(|&slot| table.look(slot, beyond).is_none()));
+            assert!(
+                slots
+                    .iter()
+                    .all(|&slot| table.look((slot, 1), beyond).is_none())
+            );
         }
     }
 
     #[test]
     fn a_reservation_that_fails_gives_its_nodes_back() {
-        let table = Table::<512>::new(5).unwrap();
-        let space = table.open(7).unwrap();
-        table.reserve(7, space, 0, 512, true).unwrap();
+        let table = Table::<512>::new(5, 16).unwrap();
+        let space = table.open(7, 1).unwrap();
+        table.reserve(space, 0, 512, true).unwrap();
         map(&table, space, 0, &(0..512).collect::<Vec<_>>());
         let before = table.nodes_in_use();
         assert!(matches!(
-            table.reserve(7, space, 512, 1537, false),
+            table.reserve(space, 512, 1537, false),
             Err(Error::OutOfTables { .. })
         ));
         assert_eq!(table.nodes_in_use(), before);
-        table.reserve(7, space, 512, 1024, false).unwrap();
-        assert!(matches!(table.open(8), Err(Error::OutOfTables { .. })));
+        table.reserve(space, 512, 1024, false).unwrap();
+        assert!(matches!(table.open(8, 1), Err(Error::OutOfTables { .. })));
     }
 
     /// What `pieces` says, a page at a time.
@@ -423,10 +452,10 @@ mod tests {
 
     #[test]
     fn pieces_are_the_pages_in_runs_and_lists() {
-        let table = Table::<512>::new(16).unwrap();
-        let space = table.open(5).unwrap();
-        let space = table.shift(5, space, 500);
-        table.reserve(5, space, 0, 3000, true).unwrap();
+        let table = Table::<512>::new(16, 16).unwrap();
+        let space = table.open(5, 1).unwrap();
+        let space = table.shift(space, 500);
+        table.reserve(space, 0, 3000, true).unwrap();
         // Runs that end in a group and with one, lists, pages of several orders among them.
         let mut at = 0;
         let lengths = [3, 9, 1, 1, 60, 64, 128, 5, 200, 1, 1, 1, 512 - 486 + 500];
@@ -459,13 +488,13 @@ mod tests {
 
     #[test]
     fn a_space_maps_what_another_maps() {
-        let table = Table::<512>::new(16).unwrap();
-        let [one, other] = [1, 2].map(|slot| table.shift(slot, table.open(slot).unwrap(), 510));
+        let table = Table::<512>::new(16, 16).unwrap();
+        let [one, other] = [1, 2].map(|slot| table.shift(table.open(slot, 1).unwrap(), 510));
         let blocks: Vec<u32> = (0..1500).map(|i| i * 3 % 1024 + i / 600).collect();
         // Nodes of the two in turn, so that those of neither follow each other.
         for to in [1, 400, 900, 1500] {
-            for (slot, space) in [(1, one), (2, other)] {
-                table.reserve(slot, space, 0, to, true).unwrap();
+            for space in [one, other] {
+                table.reserve(space, 0, to, true).unwrap();
             }
         }
         map(&table, one, 0, &(7..607).collect::<Vec<_>>());
@@ -481,10 +510,10 @@ mod tests {
 
     #[test]
     fn nodes_come_back_when_their_last_block_is_unmapped() {
-        let table = Table::<512>::new(16).unwrap();
-        let space = table.open(0).unwrap();
+        let table = Table::<512>::new(16, 16).unwrap();
+        let space = table.open(0, 1).unwrap();
         let before = table.nodes_in_use();
-        table.reserve(0, space, 0, 1025, true).unwrap();
+        table.reserve(space, 0, 1025, true).unwrap();
         map(&table, space, 0, &(0..1025).collect::<Vec<_>>());
         assert_eq!(
             table.blocks(space, 500, 520),
@@ -497,17 +526,17 @@ mod tests {
         assert_eq!(table.nodes_in_use(), before + 2);
         table.unmap(space, 0, 513, 0..0);
         assert_eq!(table.nodes_in_use(), before);
-        table.close(0, space);
+        table.close(space);
         assert_eq!(table.nodes_in_use(), before - 1);
     }
 
     #[test]
     fn a_space_loses_tables_at_both_ends_and_never_one_that_it_uses() {
-        let table = Table::<512>::new(16).unwrap();
-        let space = table.open(3).unwrap();
-        let space = table.shift(3, space, 500);
+        let table = Table::<512>::new(16, 16).unwrap();
+        let space = table.open(3, 1).unwrap();
+        let space = table.shift(space, 500);
         let before = table.nodes_in_use();
-        table.reserve(3, space, 0, 1000, true).unwrap();
+        table.reserve(space, 0, 1000, true).unwrap();
         assert_eq!(table.nodes_in_use(), before + 3);
         map(&table, space, 0, &(0..1000).collect::<Vec<_>>());
         table.unmap(space, 0, 11, 11..1000);
@@ -523,10 +552,10 @@ mod tests {
 
     #[test]
     fn a_remap_that_lost_changes_nothing() {
-        let table = Table::<512>::new(8).unwrap();
-        let space = table.open(0).unwrap();
+        let table = Table::<512>::new(8, 16).unwrap();
+        let space = table.open(0, 1).unwrap();
         assert!(!table.remap(space, 0, 1, 2));
-        table.reserve(0, space, 0, 1, true).unwrap();
+        table.reserve(space, 0, 1, true).unwrap();
         map(&table, space, 0, &[4]);
         assert!(!table.remap(space, 0, 3, 9) && table.remap(space, 0, 4, 9));
         assert_eq!(table.block(space, 0), 9);
@@ -534,10 +563,10 @@ mod tests {
 
     #[test]
     fn pages_of_all_sizes_side_by_side() {
-        let table = Table::<512>::new(8).unwrap();
-        let space = table.open(9).unwrap();
-        let space = table.shift(9, space, 508);
-        table.reserve(9, space, 0, 4 + 512 + 10, true).unwrap();
+        let table = Table::<512>::new(8, 16).unwrap();
+        let space = table.open(9, 1).unwrap();
+        let space = table.shift(space, 508);
+        table.reserve(space, 0, 4 + 512 + 10, true).unwrap();
         let quad = table.map(space, 0, 40, 2);
         let huge = table.map(space, 4, 1024, 9);
         let eight = table.map(space, 516, 8, 3);
@@ -560,16 +589,16 @@ mod tests {
         let plain = |table: &Table| table.blocks(space, 0, 526);
         let before = plain(&table);
         let nodes = table.nodes_in_use();
-        table.split(9, space, 300, 2);
+        table.split(space, 300, 2);
         assert_eq!(plain(&table), before);
         assert_eq!(table.page(space, 300).order, 2);
         assert_eq!(table.promote(space, 4, 9), huge);
         assert_eq!(plain(&table), before);
         assert_eq!(table.nodes_in_use(), nodes);
-        assert!((0..526).all(|at| table.look(9, at) == Some(before[at as usize])));
+        assert!((0..526).all(|at| table.look((9, 1), at) == Some(before[at as usize])));
         table.unmap(space, 4, 526, 0..4);
         assert_eq!(table.blocks(space, 0, 4), [40, 41, 42, 43]);
-        assert_eq!(table.look(9, 4), None);
+        assert_eq!(table.look((9, 1), 4), None);
         assert_eq!(table.nodes_in_use(), nodes - 2);
     }
 }

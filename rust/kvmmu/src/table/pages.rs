@@ -10,7 +10,7 @@
 use super::{Blocks, Loc, Piece, Pte, Space, Table};
 use crate::sync::{AtomicU64, Ordering};
 
-impl<const FANOUT: u32> Table<FANOUT> {
+impl<const FANOUT: u32, const NEAR: usize> Table<FANOUT, NEAR> {
     /// Maps a page at a logical block where nothing is mapped; [`Table::reserve`] made room. Returns
     /// where its entry stands.
     pub fn map(&self, space: Space, index: u32, block: u32, order: u32) -> Loc {
@@ -20,7 +20,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
         debug_assert!(upper.is_present() && !upper.is_leaf());
         if order == Self::HUGE {
             let huge = Pte::huge(block, order, upper.node());
-            self.store(space.node, at / FANOUT, huge);
+            self.store_table(space, at / FANOUT, huge);
             return Self::loc(space.node, at / FANOUT);
         }
         let (node, first) = (upper.node(), at % FANOUT);
@@ -99,7 +99,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
     }
 
     /// Cuts the page at a logical block into pages of a smaller order.
-    pub fn split(&self, slot: u32, space: Space, index: u32, order: u32) {
+    pub fn split(&self, space: Space, index: u32, order: u32) {
         let page = self.page(space, index);
         debug_assert!(order < page.order);
         let at = space.virtual_of(page.index);
@@ -116,8 +116,8 @@ impl<const FANOUT: u32> Table<FANOUT> {
         if page.order == Self::HUGE {
             // Another life: a reader that looked at the node before it became a huge page's looks
             // again.
-            let child = self.begin(node, slot, Some(at / FANOUT));
-            self.store(space.node, at / FANOUT, child);
+            let child = self.begin(node, space.slot, Some(at / FANOUT));
+            self.store_table(space, at / FANOUT, child);
         }
     }
 
@@ -129,7 +129,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
         debug_assert!(at.is_multiple_of(1 << order) && block.is_multiple_of(1 << order));
         let node = self.load(space.node, at / FANOUT).node();
         if order == Self::HUGE {
-            self.store(space.node, at / FANOUT, Pte::huge(block, order, node));
+            self.store_table(space, at / FANOUT, Pte::huge(block, order, node));
             // Behind the store: a reader that finds an entry gone looks at level 2 again.
             for i in 0..FANOUT {
                 self.store(node, i, Pte::ABSENT);
@@ -154,7 +154,7 @@ impl<const FANOUT: u32> Table<FANOUT> {
                 debug_assert!(at.is_multiple_of(FANOUT) && stop - at == FANOUT);
                 // A table of level 1 without entries, until it is given back below.
                 let node = upper.node();
-                self.store(space.node, at / FANOUT, Pte::child(node, 0));
+                self.store_table(space, at / FANOUT, Pte::child(node, 0));
             } else {
                 for i in at..stop {
                     self.store(upper.node(), i % FANOUT, Pte::ABSENT);

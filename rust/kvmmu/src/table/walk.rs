@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::{Loc, Pte, ROOT, Space, Table};
+use super::{Loc, Pte, Space, Table};
 use crate::sync::{AtomicU64, Ordering};
 
 /// One page of a sequence.
@@ -124,7 +124,7 @@ impl Pieces {
     }
 }
 
-impl<const FANOUT: u32> Table<FANOUT> {
+impl<const FANOUT: u32, const NEAR: usize> Table<FANOUT, NEAR> {
     /// The entry of one logical block, as if it were of level 1: it names the block itself.
     pub(crate) fn get(&self, space: Space, index: u32) -> Pte {
         let at = space.virtual_of(index);
@@ -331,44 +331,73 @@ impl<const FANOUT: u32> Table<FANOUT> {
         None
     }
 
-    /// Physical block of a logical block of a slot, without any lock, while anybody changes the
-    /// table. `None`: it is not mapped, or the slot is not open.
+    /// Whether a slot has a sequence of this generation now. No lock.
+    pub fn is_open(&self, slot: u32, generation: u64) -> bool {
+        let way = self.ways.of(slot);
+        way.is_some_and(|way| way.life().generation() == generation)
+    }
+
+    /// Physical block of a logical block of the sequence of this generation (from 1 on) in a slot,
+    /// without any lock, while anybody changes the table. `None`: it is not mapped, or the sequence is
+    /// not open.
     ///
-    /// Entries are read from the top down, then those that name nodes a second time. One that is
-    /// unchanged names the same life of the same node as at the first look, so that what was read
-    /// in the node between the looks was its own: the answer was true when the last entry was read.
-    /// Lock-free: another look is needed only because somebody changed something.
-    pub fn look(&self, slot: u32, index: u32) -> Option<u32> {
-        let upper = self.load(ROOT, slot / FANOUT);
-        if !upper.is_present() {
-            return None; // nodes of level 3 stay
-        }
-        let low = slot % FANOUT;
+    /// What stands above the table of level 1 is read in the line of the slot, or behind that in the
+    /// node of level 2; then the entry of level 1; then the entry that names the table once more. If
+    /// that is unchanged it names the same life of the same node as at the first look, so that what was
+    /// read in the node between the looks was its own: the answer was true when the last entry was read.
+    /// The generation, too, is looked at again: a slot is reused, and so are its line and its nodes.
+    /// Lock-free: another round is needed only because somebody changed something.
+    pub fn look(&self, (slot, generation): (u32, u64), index: u32) -> Option<u32> {
+        let way = self.ways.of(slot)?;
         loop {
-            let space = self.load(upper.node(), low);
-            if !space.is_present() {
+            let life = way.life();
+            if life.generation() != generation {
                 return None;
             }
-            let at = index.checked_add(space.offset())?;
+            let at = index.checked_add(life.offset())?;
             if at >= FANOUT * FANOUT {
                 return None;
             }
-            let table = self.load(space.node(), at / FANOUT);
+            let above = match way.near(at / FANOUT) {
+                Some(copy) => copy,
+                None => {
+                    let space = way.space();
+                    self.entry(Self::loc(space.node(), at / FANOUT))
+                }
+            };
+            // Acquire, both looks: as in `load`.
+            let table = Pte(above.load(Ordering::Acquire));
             let found = if !table.is_present() {
                 None
             } else if table.is_leaf() {
                 Some(table.block() + at % FANOUT)
             } else {
                 let pte = self.load(table.node(), at % FANOUT);
-                if self.load(space.node(), at / FANOUT) != table {
+                if Pte(above.load(Ordering::Acquire)) != table {
                     continue;
                 }
                 pte.is_present().then(|| pte.block())
             };
-            if self.load(upper.node(), low) == space {
+            // Still the same sequence: then the entry was its own.
+            if way.life() == life {
                 return found;
             }
         }
+    }
+
+    /// Whether a line says what the nodes say of a space that is at rest, for checking.
+    pub(crate) fn way_agrees(&self, space: Space, generation: u64) -> bool {
+        let Some(way) = self.ways.of(space.slot) else {
+            return false;
+        };
+        let life = way.life();
+        let near = (0..).map_while(|index| Some((index, way.near(index)?)));
+        let as_in_node = |(index, copy): (u32, &AtomicU64)| {
+            Pte(copy.load(Ordering::Acquire)) == self.load(space.node, index)
+        };
+        (life.generation(), life.offset()) == (generation, space.offset)
+            && way.space().node() == space.node
+            && near.take(FANOUT as usize).all(as_in_node)
     }
 }
 
