@@ -162,7 +162,6 @@ pub struct Mmu {
     pub(crate) holds: Holds,
     pub(crate) tokens: Tokens,
     pub(crate) slots: Box<[Mutex<Sequence>]>,
-    /// Tells an id that is gone from one that is busy without the lock.
     free_slots: Mutex<FreeSlots>,
     gate: RwLock<()>,
     shared: Mutex<Shared>,
