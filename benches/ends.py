@@ -227,7 +227,8 @@ class _End:
         from kvmmu.replay.run import serve
         from kvmmu.soak import scenario, workload
         from kvmmu.soak.policies import POLICIES
-        from kvmmu.soak.run import Task, options_of
+        from kvmmu.soak.run import options_of
+        from kvmmu.soak.task import Task
 
         loaded = scenario.load("article-128k").model_copy(update={"hours": minutes / 60})
         task = Task(loaded, policy, seeds[self._name])

@@ -24,8 +24,9 @@ from kvmmu.soak import scenario as scenarios
 from kvmmu.soak.concurrency import sustained
 from kvmmu.soak.figures import MEASURES
 from kvmmu.soak.policies import POLICIES, Chosen
-from kvmmu.soak.run import Task, options_of, soak_one
+from kvmmu.soak.run import options_of, soak_one
 from kvmmu.soak.sensitivity import variants
+from kvmmu.soak.task import Task
 from kvmmu.soak.together import Soaked, alone, soak
 from kvmmu.soak.workload import requests
 

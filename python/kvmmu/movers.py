@@ -12,25 +12,19 @@ kvmmu asks of either.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from . import _core
 from .bound import Bound
-from .errors import InvalidBlock, InvalidConfig, InvalidPlan
-from .storage import Storage, _described
+from .errors import InvalidConfig, InvalidPlan
+from .pairs import Pairs, checked_pairs
+from .storage import Storage
 
 if TYPE_CHECKING:
     from .cuda.executor import CUDAMover
     from .cuda.streams import Streams
 
-__all__ = ["CPUMover", "Mover", "Pairs", "SupportsMove"]
-
-Pairs: TypeAlias = npt.NDArray[np.uint32] | npt.NDArray[np.int32]
-"""[m, 2], (source, destination): uint32 from ``Moves.pairs``, int32 from ``MMU.prepare`` and
-``MMU.append`` (copy-on-write)."""
+__all__ = ["CPUMover", "Mover", "SupportsMove"]
 
 
 class SupportsMove(Protocol):
@@ -95,7 +89,7 @@ class CPUMover(Bound):
             InvalidConfig: another dtype or shape.
             Nothing has been copied then.
         """
-        checked = _checked(pairs, self._storage)
+        checked = checked_pairs(pairs, self._storage)
         if len(checked) == 0:
             return
         _core.copy_blocks(self._storage.region_table, checked, self._storage.span)
@@ -210,36 +204,3 @@ def executor_for(storage: Storage, streams: Streams | None = None) -> CPUMover |
     from .cuda.executor import CUDAMover
 
     return CUDAMover(storage, streams=streams)
-
-
-def _checked(pairs: Pairs, storage: Storage) -> npt.NDArray[np.uint32]:
-    """The same pairs as contiguous uint32 [m, 2]."""
-    num_blocks = storage.num_blocks
-    if (
-        not isinstance(pairs, np.ndarray)
-        or pairs.dtype not in (np.uint32, np.int32)
-        or pairs.ndim != 2
-        or pairs.shape[1] != 2
-    ):
-        raise InvalidConfig(
-            f"pairs must be a uint32 or int32 array of shape [m, 2], not {_described(pairs)}",
-            argument="pairs",
-        )
-    if pairs.dtype == np.int32 and pairs.size and int(pairs.min()) < 0:
-        index = int(np.flatnonzero(pairs.min(axis=1) < 0)[0])
-        block = int(pairs[index].min())
-        raise InvalidBlock(
-            f"move {index} names block {block}, but ids start at 0",
-            block=block,
-            index=index,
-            num_blocks=num_blocks,
-        )
-    if storage.null_block < num_blocks and (pairs == storage.null_block).any():
-        index = int(np.flatnonzero((pairs == storage.null_block).any(axis=1))[0])
-        raise InvalidBlock(
-            f"move {index} names block {storage.null_block}, the null block",
-            block=storage.null_block,
-            index=index,
-            num_blocks=num_blocks,
-        )
-    return np.ascontiguousarray(pairs).view(np.uint32)

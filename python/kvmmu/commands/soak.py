@@ -25,8 +25,8 @@ from ..soak.concurrency import PROBE_HOURS, PROBES, sustained
 from ..soak.figures import MEASURES
 from ..soak.policies import chosen
 from ..soak.report import definitions, published, rates, shown, table
-from ..soak.run import Task
 from ..soak.sensitivity import sensitivity, variants
+from ..soak.task import Task
 from ..soak.together import Soaked, alone
 from ..soak.together import soak as run_soak
 from ..soak.workload import requests

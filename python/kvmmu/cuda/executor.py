@@ -41,10 +41,11 @@ import numpy.typing as npt
 
 from ..bound import Bound
 from ..errors import InvalidConfig, UsedAfterFork
-from ..movers import Pairs
+from ..pairs import Pairs
 from ..storage import Storage, _integer
+from .device import open_streams
 from .launches import _MAX_GRID, MoveBlocks, MoveBlocksIndirect, RegionTable
-from .streams import Event, Stream, Streams, open_streams, stream_for_once
+from .streams import Event, Stream, Streams, stream_for_once
 
 __all__ = ["CUDAMover", "Copying", "GraphMoves"]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .. import _core
 from ..bound import Bound
 from ..errors import InvalidConfig, LimitExceeded
-from ..movers import Pairs, _checked
+from ..pairs import Pairs, checked_pairs
 from ..storage import Storage, _described, _integer
 from .checksum import checked_blocks
 
@@ -528,7 +528,7 @@ class ChecksumBlocks(_OnRegions):
 
 def _checked_pairs(pairs: Pairs, storage: Storage) -> CheckedPairs:
     """A copy of the pairs, after every check of the CPU mover."""
-    checked = _checked(pairs, storage).copy()
+    checked = checked_pairs(pairs, storage).copy()
     _core.copy_blocks(_NO_REGIONS, checked, storage.span)  # checks, and copies in no region
     return CheckedPairs(checked)
 

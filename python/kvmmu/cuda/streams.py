@@ -1,8 +1,8 @@
 """Streams, events and memory of a device, as far as kvmmu needs them.
 
-What lives here: the interface that the executor is written against, and the way to torch's
-implementation (:func:`open_streams`). What never lives here: an order between two pieces of work;
-the executor decides that, and so a recorded implementation of this interface can prove it.
+What lives here: the interface that the executor is written against. What never lives here: who
+implements it (:mod:`.device`), and an order between two pieces of work; the executor decides that,
+and so a recorded implementation of this interface can prove it.
 
 Words: a *stream* runs what is queued in it in order. To *record* an event in a stream marks all
 that is queued there by now; a stream that *waits* for the event runs what is queued in it later
@@ -13,13 +13,12 @@ whoever has begun to wait for it waits for what was recorded then.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, Protocol
 
 from ..errors import InvalidConfig
 from .launches import Launcher
 
-__all__ = ["Event", "Stream", "Streams", "open_streams", "stream_for_once"]
+__all__ = ["Event", "Stream", "Streams", "stream_for_once"]
 
 
 class Event(Protocol):
@@ -123,25 +122,3 @@ def stream_for_once(streams: Streams) -> Stream:
             device=streams.device,
         )
     return streams.current()
-
-
-@cache
-def open_streams(device: str) -> Streams:
-    """Torch's streams and CuPy's compiler for a device; one object a device.
-
-    Args:
-        device: ``"cuda:0"``, with the number.
-
-    Raises:
-        CUDAUnavailable, MissingExtra: as :func:`kvmmu.cuda.require`.
-        InvalidConfig: not a CUDA device with its number.
-    """
-    from .availability import require
-
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not number.isdigit():
-        raise InvalidConfig(f"device = {device!r}: allowed is 'cuda:0' and so on", device=device)
-    require()
-    from .torch_streams import TorchStreams
-
-    return TorchStreams(int(number))

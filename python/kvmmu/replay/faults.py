@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 
-from ..movers import Pairs, SupportsMove
+from ..movers import SupportsMove
+from ..pairs import Pairs
 
 __all__ = ["FaultyMover", "InjectedFault"]
 

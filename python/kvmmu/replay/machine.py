@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from .._core import MMU, BlockTables
 from ..errors import InvalidConfig
-from ..movers import CPUMover, Pairs, SupportsMove
+from ..movers import CPUMover, SupportsMove
+from ..pairs import Pairs
 from ..preheat import Preheated, preheat, touch_host
 from ..storage import Storage
 from .faults import FaultyMover

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._core import MMU, BlockTables, Moves
-from ..movers import Pairs, SupportsMove
+from ..movers import SupportsMove
+from ..pairs import Pairs
 
 __all__ = ["Target", "wrap"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .run import Task
+from .task import Task
 from .together import soak
 
 __all__ = ["ALLOWED", "PROBE_HOURS", "Sustained", "sustained"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,7 @@ from ..replay.queue import CAUSES
 from ..replay.run import Served
 from ..replay.traces import Trace
 from .policies import Chosen
-
-if TYPE_CHECKING:
-    from .run import Task
+from .task import Task
 
 __all__ = ["MEASURES", "Measure", "figures"]
 

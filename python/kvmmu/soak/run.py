@@ -6,61 +6,24 @@ serving loop, runs it and makes figures of it. What never lives here: processes,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..replay.metrics import Onlooker, Totals
 from ..replay.options import Options
 from ..replay.run import serve
-from ..replay.traces import Trace
 from . import workload
 from .figures import figures
 from .policies import POLICIES, Chosen
-from .scenario import Scenario
+from .task import Task
 
 if TYPE_CHECKING:
     from ..metrics import Collector
 
-__all__ = ["Task", "options_of", "soak_one"]
+__all__ = ["options_of", "soak_one"]
 
 MEASURE_EVERY = 32
 """Steps, about a second, between two looks at the whole memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One run, as it is handed to a process.
-
-    Attributes:
-        scenario: the load.
-        policy: by name.
-        seed: of the requests.
-        hours: simulated time; None: as the scenario says.
-        rate: times as many requests a second.
-        trace: the real one, where the scenario takes one.
-        verify: store bytes and read them back.
-        budget_blocks: most blocks that a pass moves; None: the default.
-        settings: options of a policy that is none of those with a name; ``policy`` only names it.
-        history: keep what pictures of the memory are made of.
-    """
-
-    scenario: Scenario
-    policy: str
-    seed: int = 0
-    hours: float | None = None
-    rate: float = 1.0
-    trace: Trace | None = None
-    verify: bool = False
-    budget_blocks: int | None = None
-    windows_below: float | None = None
-    settings: Mapping[str, Any] | None = None
-    history: bool = False
-
-    @property
-    def simulated_s(self) -> float:
-        hours = self.scenario.hours if self.hours is None else self.hours
-        return hours * 3600
 
 
 def options_of(task: Task, policy: Chosen) -> Options:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .figures import MEASURES
-from .run import Task
 from .scenario import Scenario
+from .task import Task
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InternalError
 from ..pictures import History
 from ..replay.metrics import Totals
-from .run import Task, soak_one
+from .run import soak_one
+from .task import Task
 
 if TYPE_CHECKING:
     from ..metrics import Collector
