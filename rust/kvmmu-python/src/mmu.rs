@@ -19,7 +19,7 @@ type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 /// First logical block of each region, and whether it is a huge page.
 type Regions<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>);
 
-/// Decides which sequence holds which block, and what moves where.
+#[doc = text!("MMU")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct MMU {
     guard: Guard<Mmu>,
@@ -203,26 +203,32 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.num_blocks")]
     #[getter]
     fn num_blocks(&self) -> u32 {
         self.core.config().num_blocks
     }
+    #[doc = text!("MMU.block_size")]
     #[getter]
     fn block_size(&self) -> u32 {
         self.core.config().block_size
     }
+    #[doc = text!("MMU.null_block")]
     #[getter]
     fn null_block(&self) -> u32 {
         self.core.null_block()
     }
+    #[doc = text!("MMU.max_sequences")]
     #[getter]
     fn max_sequences(&self) -> u32 {
         self.core.config().max_sequences
     }
+    #[doc = text!("MMU.max_blocks_per_sequence")]
     #[getter]
     fn max_blocks_per_sequence(&self) -> u32 {
         self.core.config().max_blocks_per_sequence
     }
+    #[doc = text!("MMU.budget_blocks")]
     #[getter]
     fn budget_blocks(&self) -> u32 {
         self.core.config().budget_blocks
@@ -230,11 +236,13 @@ impl MMU {
 
     // -- sequences ---------------------------------------------------------------------------
 
+    #[doc = text!("MMU.page_orders")]
     #[getter]
     fn page_orders(&self) -> Vec<u32> {
         self.core.config().page_orders.iter().collect()
     }
 
+    #[doc = text!("MMU.open")]
     #[pyo3(signature = (
         tokens, *, salt=None, extra_keys=None, anchor=false, page_orders=None, require=None,
         contiguous=None
@@ -267,6 +275,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.release_before")]
     fn release_before(&self, py: Python<'_>, sequence: i64, token: Any<'_, '_>) -> PyResult<u32> {
         let token = count(token, "token", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, token.into()]);
@@ -275,11 +284,13 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.look")]
     fn look(&self, py: Python<'_>, sequence: i64, block: Any<'_, '_>) -> PyResult<Option<u32>> {
         let index = count(block, "block", 0)?;
         self.get(py, |core| core.look(sequence, index))
     }
 
+    #[doc = text!("MMU.append")]
     fn append<'py>(
         &self,
         py: Python<'py>,
@@ -297,6 +308,7 @@ impl MMU {
         Ok(values::copies(py, &copies))
     }
 
+    #[doc = text!("MMU.fork")]
     fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
         let id = |id: &i64| Some(*id as u64);
@@ -305,6 +317,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.truncate")]
     fn truncate(&self, py: Python<'_>, sequence: i64, num_tokens: Any<'_, '_>) -> PyResult<()> {
         let tokens = count(num_tokens, "num_tokens", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, tokens.into()]);
@@ -313,6 +326,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.close")]
     fn close(&self, py: Python<'_>, sequence: i64) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
         self.verb(py, Verb::Close, arguments, || {
@@ -320,10 +334,12 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.info")]
     fn info(&self, py: Python<'_>, sequence: i64) -> PyResult<SequenceInfo> {
         self.call(py, |core| core.info(sequence)).map(SequenceInfo)
     }
 
+    #[doc = text!("MMU.block_table")]
     fn block_table<'py>(
         &self,
         py: Python<'py>,
@@ -334,6 +350,7 @@ impl MMU {
         Ok(blocks.into_pyarray(py))
     }
 
+    #[doc = text!("MMU.regions")]
     fn regions<'py>(&self, py: Python<'py>, sequence: i64) -> PyResult<Regions<'py>> {
         let regions = self.call(py, |core| core.regions(sequence))?;
         let regions = regions
@@ -343,6 +360,7 @@ impl MMU {
         Ok((first.into_pyarray(py), huge.into_pyarray(py)))
     }
 
+    #[doc = text!("MMU.translate")]
     fn translate<'py>(
         &self,
         py: Python<'py>,
@@ -354,10 +372,12 @@ impl MMU {
         Ok(slots.into_pyarray(py))
     }
 
+    #[doc = text!("MMU.sequences")]
     fn sequences<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         Ok(self.get(py, Mmu::sequences)?.into_pyarray(py))
     }
 
+    #[doc = text!("MMU.match")]
     #[pyo3(name = "match", signature = (tokens, *, salt=None, extra_keys=None))]
     fn match_(
         &self,
@@ -372,6 +392,7 @@ impl MMU {
         self.get(py, |core| core.matched_tokens(tokens, &keys))
     }
 
+    #[doc = text!("MMU.quote")]
     #[pyo3(signature = (
         tokens, *, salt=None, extra_keys=None, page_orders=None, require=None, contiguous=None
     ), text_signature = "($self, tokens, *, salt=None, extra_keys=None, page_orders=None, \
@@ -400,6 +421,7 @@ impl MMU {
 
     // -- steps -------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.begin_step")]
     fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
         let number = |step: &u64| Some(*step);
         self.verb_of(
@@ -411,6 +433,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.prepare")]
     #[pyo3(signature = (step, sequences, tables, *, query_lens=None, new_tokens=None))]
     fn prepare<'py>(
         &self,
@@ -443,6 +466,7 @@ impl MMU {
         Ok(values::copies(py, &copies))
     }
 
+    #[doc = text!("MMU.written")]
     fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::Written, arguments, || {
@@ -450,6 +474,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.cancel")]
     fn cancel(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::Cancel, arguments, || {
@@ -457,6 +482,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.end_step")]
     fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::EndStep, arguments, || {
@@ -464,12 +490,14 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.steps_in_flight")]
     fn steps_in_flight(&self, py: Python<'_>) -> PyResult<usize> {
         self.get(py, Mmu::steps_in_flight)
     }
 
     // -- tables ------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.register_tables")]
     #[pyo3(signature = (
         block_table, seq_lens, slot_mapping, query_start_loc, *, kernel_block_size=None,
         page_order=None
@@ -509,6 +537,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.export")]
     fn export(&self, py: Python<'_>, sequences: Any<'_, '_>, tables: &BlockTables) -> PyResult<()> {
         let ids = array::<i64>(sequences, "sequences")?;
         let ids = ids.slice();
@@ -526,6 +555,7 @@ impl MMU {
 
     // -- blocks ------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.pin")]
     fn pin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let blocks = blocks.slice();
@@ -539,6 +569,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.unpin")]
     fn unpin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let blocks = blocks.slice();
@@ -552,6 +583,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.lease")]
     fn lease<'py>(
         &self,
         py: Python<'py>,
@@ -569,6 +601,7 @@ impl MMU {
         Ok((lease.id, numbers(py, lease.blocks)))
     }
 
+    #[doc = text!("MMU.end_lease")]
     fn end_lease(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[lease]);
         self.verb(py, Verb::EndLease, arguments, || {
@@ -576,10 +609,12 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.num_leases")]
     fn num_leases(&self, py: Python<'_>) -> PyResult<usize> {
         self.get(py, Mmu::num_leases)
     }
 
+    #[doc = text!("MMU.evict")]
     fn evict(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<u32> {
         let n = count(num_blocks, "num_blocks", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[n.into()]);
@@ -588,6 +623,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.references")]
     fn references<'py>(
         &self,
         py: Python<'py>,
@@ -598,10 +634,12 @@ impl MMU {
         Ok(numbers(py, references))
     }
 
+    #[doc = text!("MMU.states")]
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         values::states(py, &self.get(py, Mmu::states)?)
     }
 
+    #[doc = text!("MMU.stats")]
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         for (name, value) in self.get(py, Mmu::stats)?.entries() {
@@ -610,45 +648,54 @@ impl MMU {
         Ok(dict)
     }
 
+    #[doc = text!("MMU.measure")]
     fn measure(&self, py: Python<'_>) -> PyResult<Measure> {
         self.long(py, |core| Ok(core.measure())).map(Measure)
     }
 
+    #[doc = text!("MMU.block_map")]
     fn block_map(&self, py: Python<'_>) -> PyResult<BlockMap> {
         let map = self.long(py, |core| Ok(core.block_map()))?;
         Ok(BlockMap::new(py, map))
     }
 
+    #[doc = text!("MMU.keeps_guarantee")]
     #[getter]
     fn keeps_guarantee(&self) -> bool {
         self.core.config().guarantee.is_some()
     }
 
+    #[doc = text!("MMU.time_operations")]
     fn time_operations(&self, every: Any<'_, '_>) -> PyResult<()> {
         self.times.set(integer(every, "every", 0, 1 << 20)? as u32);
         Ok(())
     }
 
+    #[doc = text!("MMU.operation_times")]
     fn operation_times<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.times.read(py)
     }
 
+    #[doc = text!("MMU.operation_time_bounds")]
     #[staticmethod]
     fn operation_time_bounds() -> Vec<f64> {
         Times::bounds()
     }
 
+    #[doc = text!("MMU.events")]
     fn events(&self, py: Python<'_>, since: Any<'_, '_>) -> PyResult<Events> {
         let since = integer(since, "since", 0, i64::MAX)? as u64;
         self.long(py, |core| core.events(since))
             .map(Events::numbered)
     }
 
+    #[doc = text!("MMU.published")]
     fn published(&self, py: Python<'_>) -> PyResult<Events> {
         self.long(py, |core| Ok(core.published()))
             .map(Events::unnumbered)
     }
 
+    #[doc = text!("MMU.recording")]
     #[getter]
     fn recording<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(recording) = &self.recording else {
@@ -662,6 +709,7 @@ impl MMU {
         Ok(Some(dict))
     }
 
+    #[doc = text!("MMU.flush_recording")]
     fn flush_recording(&self, py: Python<'_>) -> PyResult<()> {
         if let Some(recording) = &self.recording {
             self.check_process(py)?;
@@ -672,6 +720,7 @@ impl MMU {
 
     // -- compaction --------------------------------------------------------------------------
 
+    #[doc = text!("MMU.plan_free_run")]
     #[pyo3(signature = (num_blocks, *, max_blocks=None))]
     fn plan_free_run(
         &self,
@@ -687,6 +736,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_below")]
     #[pyo3(signature = (ratio, *, max_blocks=None))]
     fn plan_below(
         &self,
@@ -703,6 +753,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_huge_pages")]
     #[pyo3(signature = (num_pages, *, max_blocks=None))]
     fn plan_huge_pages(
         &self,
@@ -717,6 +768,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_groups")]
     #[pyo3(signature = (size, groups, *, max_blocks=None))]
     fn plan_groups(
         &self,
@@ -733,6 +785,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_gather")]
     #[pyo3(signature = (sequence, *, max_blocks=None))]
     fn plan_gather(
         &self,
@@ -747,6 +800,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_compaction")]
     #[pyo3(signature = (*, max_blocks=None))]
     fn plan_compaction(
         &self,
@@ -767,6 +821,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.ready")]
     fn ready(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<bool> {
         let n = count(num_blocks, "num_blocks", 1)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[n.into()]);
@@ -775,6 +830,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.guarantee")]
     fn guarantee<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let slack = self.core.config().guarantee.unwrap_or(0);
         let held = self.long(py, |core| Ok(core.held_windows(slack)))?;
@@ -787,6 +843,7 @@ impl MMU {
         Ok(dict)
     }
 
+    #[doc = text!("MMU.begin")]
     fn begin(&self, py: Python<'_>, plan: &Plan) -> PyResult<Moves> {
         let epoch = |moves: &Moves| Some(moves.0.epoch());
         self.verb_of(
@@ -800,6 +857,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.commit")]
     fn commit(&self, py: Python<'_>, moves: &Moves) -> PyResult<u32> {
         let arguments = |body: &mut Body<'_>| noted(body, &[moves.0.epoch()]);
         self.verb(py, Verb::Commit, arguments, || {
@@ -807,6 +865,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.abort")]
     fn abort(&self, py: Python<'_>, moves: &Moves) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[moves.0.epoch()]);
         self.verb(py, Verb::Abort, arguments, || {
@@ -816,6 +875,7 @@ impl MMU {
 
     // -- memory given back -------------------------------------------------------------------
 
+    #[doc = text!("MMU.plan_shrink")]
     #[pyo3(signature = (num_blocks, *, granule=None, max_blocks=None),
         text_signature = "($self, num_blocks, *, granule=1, max_blocks=None)")]
     fn plan_shrink(
@@ -833,6 +893,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.shrink")]
     #[pyo3(signature = (num_blocks, *, granule=None),
         text_signature = "($self, num_blocks, *, granule=1)")]
     fn shrink<'py>(
@@ -849,6 +910,7 @@ impl MMU {
         Ok(numbers(py, gone))
     }
 
+    #[doc = text!("MMU.offline_blocks")]
     #[pyo3(signature = (num_blocks=None, *, granule=None),
         text_signature = "($self, num_blocks=None, *, granule=1)")]
     fn offline_blocks<'py>(
@@ -863,6 +925,7 @@ impl MMU {
         Ok(numbers(py, blocks))
     }
 
+    #[doc = text!("MMU.grow")]
     fn grow(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let blocks = blocks.slice();
@@ -878,6 +941,7 @@ impl MMU {
 
     // -- checks ------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.validate")]
     #[pyo3(signature = (tables=None))]
     fn validate(&self, py: Python<'_>, tables: Option<&BlockTables>) -> PyResult<()> {
         self.check_process(py)?;
