@@ -22,6 +22,7 @@ mod guard;
 mod kernels;
 mod mmu;
 mod pool;
+mod repr;
 mod tables;
 mod values;
 mod verbs;

@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 use crate::convert::{self, array, count, integer, keys, optional, ratio, share};
 use crate::errors::core_error;
 use crate::guard::Guard;
+use crate::repr;
 use crate::tables::BlockTables;
 use crate::values::{self, BlockMap, Events, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 use crate::verbs::{self, Times, Verb};
@@ -957,6 +958,13 @@ impl MMU {
         };
         let checked = checked.map_err(|text| internal(py, text))?;
         checked.map_err(|broken| internal(py, broken.to_string()))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let config = self.core.config();
+        let blocks = repr::blocks(py, self.get(py, Mmu::states));
+        let (n, size) = (config.num_blocks, config.block_size);
+        format!("MMU(num_blocks={n}, block_size={size}, {blocks})")
     }
 
     fn _panic_for_test(&self, py: Python<'_>) -> PyResult<()> {

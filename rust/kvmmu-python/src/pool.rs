@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use crate::convert::{self, array, blocks, count, integer, share};
 use crate::errors::core_error;
 use crate::guard::Guard;
+use crate::repr;
 use crate::values;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -267,5 +268,10 @@ impl Pool {
         self.check_process(py)?;
         let found = self.guarded(Core::audit).and_then(|audit| audit);
         found.map_err(|text| values::internal(py, text))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let blocks = repr::blocks(py, self.get(py, Core::states));
+        format!("Pool(num_blocks={}, {blocks})", self.core.num_blocks())
     }
 }

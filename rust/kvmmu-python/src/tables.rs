@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::convert::describe;
 use crate::errors::error;
+use crate::repr;
 
 #[doc = text!("BlockTables")]
 #[pyclass(frozen, module = "kvmmu._core")]
@@ -65,6 +66,9 @@ impl DirtyRows {
     }
     fn __len__(&self, py: Python<'_>) -> usize {
         self.rows.bind(py).len()
+    }
+    fn __repr__(&self, py: Python<'_>) -> String {
+        format!("DirtyRows({})", repr::counted(self.__len__(py), "row"))
     }
 }
 
@@ -346,5 +350,17 @@ impl BlockTables {
     #[getter]
     fn num_tokens(&self) -> usize {
         self.num_tokens.load(Ordering::Relaxed)
+    }
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let [rows, width, slots] = slf.get().shape(slf.py());
+        let size = format!("{rows} rows of {width} entries, {slots} slots");
+        let attributes = [
+            "num_rows",
+            "num_tokens",
+            "kernel_block_size",
+            "page_order",
+            "null_entry",
+        ];
+        repr::with_attributes(slf, size, &attributes)
     }
 }

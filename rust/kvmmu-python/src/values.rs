@@ -8,6 +8,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::{core_error, error};
+use crate::repr;
 
 /// Pairs of block numbers as an array of shape [n, 2]. `as_element` is the identity, or the cast
 /// to int32: block numbers are below 2^31.
@@ -122,8 +123,20 @@ impl SequenceInfo {
     fn held(&self) -> u32 {
         self.0.held
     }
-    fn __repr__(&self) -> String {
-        format!("{:?}", self.0)
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let attributes = [
+            "num_tokens",
+            "num_cached_tokens",
+            "num_scheduled",
+            "num_written",
+            "num_blocks",
+            "num_runs",
+            "num_released",
+            "pages",
+            "regions",
+            "held",
+        ];
+        repr::with_attributes(slf, String::new(), &attributes)
     }
 }
 
@@ -164,8 +177,9 @@ impl Quote {
     fn num_cached_tokens(&self) -> u32 {
         self.0.num_cached_tokens
     }
-    fn __repr__(&self) -> String {
-        format!("{:?}", self.0)
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let attributes = ["when", "moves", "needed", "available", "num_cached_tokens"];
+        repr::with_attributes(slf, String::new(), &attributes)
     }
 }
 
@@ -244,6 +258,9 @@ impl BlockMap {
     }
     fn __len__(&self, py: Python<'_>) -> usize {
         self.states.bind(py).len()
+    }
+    fn __repr__(&self, py: Python<'_>) -> String {
+        format!("BlockMap({})", repr::counted(self.__len__(py), "block"))
     }
 }
 
@@ -335,6 +352,26 @@ impl Measure {
     fn table_nodes(&self) -> u32 {
         self.0.table_nodes
     }
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let attributes = [
+            "ratio_empty",
+            "ratio_available",
+            "empty",
+            "available",
+            "largest_run_empty",
+            "largest_run_available",
+            "free_windows",
+            "run_histogram",
+            "sequences",
+            "runs",
+            "runs_per_sequence",
+            "unused_slots",
+            "pages",
+            "regions",
+            "table_nodes",
+        ];
+        repr::with_attributes(slf, String::new(), &attributes)
+    }
 }
 
 #[doc = text!("Plan")]
@@ -398,13 +435,18 @@ impl Plan {
     fn __len__(&self) -> usize {
         self.0.pairs.len()
     }
-    fn __repr__(&self) -> String {
-        format!(
-            "Plan({}, {} moves, {} remaining)",
-            self.goal(),
-            self.0.pairs.len(),
-            self.0.remaining
-        )
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let size = repr::counted(slf.get().__len__(), "move");
+        let attributes = [
+            "goal",
+            "complete",
+            "remaining",
+            "parts",
+            "predicted_run",
+            "predicted_ratio",
+            "predicted_windows",
+        ];
+        repr::with_attributes(slf, size, &attributes)
     }
 }
 
@@ -438,12 +480,9 @@ impl Moves {
     fn __len__(&self) -> usize {
         self.0.pairs().len()
     }
-    fn __repr__(&self) -> String {
-        format!(
-            "Moves(epoch {}, {} moves)",
-            self.0.epoch(),
-            self.0.pairs().len()
-        )
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let size = repr::counted(slf.get().__len__(), "move");
+        repr::with_attributes(slf, size, &["epoch"])
     }
 }
 
@@ -577,13 +616,9 @@ impl Events {
     fn __len__(&self) -> usize {
         self.found.events.len()
     }
-    fn __repr__(&self) -> String {
-        format!(
-            "Events({} before {}, {} lost)",
-            self.found.events.len(),
-            self.found.next,
-            self.found.lost
-        )
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let size = repr::counted(slf.get().__len__(), "event");
+        repr::with_attributes(slf, size, &["lost", "next"])
     }
 }
 
