@@ -18,8 +18,10 @@ fn rows<T: Element + Copy, const K: usize>(
     dtype: &str,
 ) -> PyResult<Vec<[T; K]>> {
     let refuse = |given: String| {
-        let message =
-            format!("{name} must be a C-contiguous {dtype} array of shape [n, {K}], not {given}");
+        let message = format!(
+            "{name} must be a C-contiguous {dtype} array of shape [n, {K}], not {given}; \
+             np.require({name}, np.{dtype}, \"C\") makes one of rows of numbers"
+        );
         error(
             value.py(),
             "InvalidConfig",

@@ -87,7 +87,7 @@ where
         Ok(array) if array.is_c_contiguous() => Ok(array.clone()),
         _ => {
             let message = format!(
-                "{name} is {}: allowed is {wanted}, C-contiguous",
+                "{name} is {}: allowed is {wanted}, C-contiguous; np.zeros makes one",
                 describe(value)
             );
             Err(error(value.py(), "InvalidConfig", message, &[]))
