@@ -360,9 +360,9 @@ def accepted(field: Any, value: Any) -> bool:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(
-            value, strict=True
-        )
+        # Of a setting that may be null the limits stand inside of its annotation.
+        limited = Annotated[field.annotation, *field.metadata] if field.metadata else None
+        TypeAdapter(limited or field.annotation).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True
@@ -377,6 +377,10 @@ def test_every_setting_of_the_mmu_and_the_defaults_are_those_of_the_mmu() -> Non
         if name in ("num_blocks", "table_nodes", "max_blocks_per_sequence"):
             continue
         assert resolved.mmu[name] == parameter.default, name
+    for start in (0.2, 0.3, 0.5):  # an MMU lowers what it was not given, and so does a file
+        alone = Config.from_dict({"compaction": {"compaction_start": start}})
+        assert alone.resolve(num_blocks=8).mmu["compaction_stop"] == min(start, 0.3)
+        alone.mmu(8)
     named = Config.from_dict({"pool": {"table_nodes": 9, "max_blocks_per_sequence": 3}})
     assert set(named.resolve(num_blocks=8).mmu) | {"num_blocks"} == set(signature.parameters)
 
@@ -699,10 +703,13 @@ def test_preheating_an_mmu_leaves_it_as_it_was() -> None:
     few.validate()
 
 
-def test_importing_kvmmu_needs_neither_pydantic_nor_yaml() -> None:
+def test_importing_kvmmu_and_its_help_need_neither_pydantic_nor_yaml() -> None:
+    assert "Config" in dir(kvmmu)
     code = (
         "import sys; sys.modules.update(pydantic=None, yaml=None)\n"
-        "import kvmmu; kvmmu.MMU(8); 'Config' in dir(kvmmu) or sys.exit('not listed')\n"
+        "import inspect, kvmmu, pydoc; kvmmu.MMU(8)\n"
+        "'Config' in dir(kvmmu) and sys.exit('listed')\n"
+        "inspect.getmembers(kvmmu); pydoc.render_doc(kvmmu)\n"
         "try: kvmmu.Config\n"
         "except kvmmu.MissingExtra as error: print(error)\n"
     )

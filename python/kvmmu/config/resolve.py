@@ -144,7 +144,7 @@ class _Resolving:
             "guarantee": compaction.guarantee,
             "gather_least": compaction.gather_least,
             "compaction_start": compaction.compaction_start,
-            "compaction_stop": compaction.compaction_stop,
+            "compaction_stop": compaction.stop,
             **{name: value for name, value in optional.items() if value is not None},
         }
         if self._orders is not None:
@@ -276,7 +276,7 @@ def _ignored(settings: Sections) -> Iterator[tuple[Keys, str, str]]:
         yield ("compaction", "windows_below"), windows, instead
     if start is None:
         instead = "there is no compaction.compaction_start"
-        yield ("compaction", "compaction_stop"), f"{compaction.compaction_stop:g}", instead
+        yield ("compaction", "compaction_stop"), f"{compaction.compaction_stop}", instead
     if pool.placement != "address":
         instead = "holds need pool.placement = address"
         yield ("pages", "hold_blocks"), f"{pages.hold_blocks}", instead
