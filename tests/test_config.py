@@ -659,7 +659,7 @@ def test_what_is_missing_for_a_pool_is_named(files: Files) -> None:
         config.mmu()
     said = str(error.value)
     assert "pool.num_blocks: missing" in said
-    assert "2: paged_attention.page_size: in bytes, needed: model" in said
+    assert "2: paged_attention.page_size: in bytes, needed: a section model" in said
     assert "2: paged_attention.reserved_memory: in bytes" in said
     for wrong in (0, -1, True, 2.0, "8"):
         with pytest.raises(InvalidConfig, match="allowed is a whole number from 1"):
