@@ -169,6 +169,7 @@ VALUES = [
     ("compaction.auto_compact", "1", "1 given, allowed: true or false"),
     ("compaction.auto_compact", "on", '"on" given, allowed: true or false'),
     ("compaction.budget_us", "0", "0 given, allowed: above 0, or null for no limit"),
+    ("compaction.budget_us", "9" * 399, "999... given, allowed: a duration such as 200us"),
     ("prefix.eviction", "arc", '"arc" given, allowed: "lru" or "lfu"'),
     ("pages.page_orders", "[0, 10]", "10 given, allowed: a whole number, 0 to 9"),
     ("pages.page_orders", "[2]", "[2] given, allowed: 0 (single blocks) among them"),
