@@ -259,6 +259,11 @@ CONTRADICTIONS = [
         "3: pool.memory: 9MiB given, allowed: at least two blocks",
     ),
     (
+        f"{MODEL}\npool: {{memory: 99999999TiB}}",
+        "3: pool.memory: 99999999TiB given, 20,971,519,790,283 blocks of 5,242,880 "
+        f"bytes, allowed: at most {MAX_BLOCKS:,}",
+    ),
+    (
         "paged_attention:\n\n  auto_defrag: true\ncompaction: {auto_compact: true}",
         "3: paged_attention.auto_defrag: given twice, as compaction.auto_compact in line 4 too",
     ),
