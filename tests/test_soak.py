@@ -682,6 +682,17 @@ def test_ctrl_c_while_the_processes_begin_exits_130_too() -> None:
     assert "Traceback" not in complained
 
 
+def test_no_process_is_left_when_the_first_is_killed() -> None:
+    running = subprocess.Popen(
+        [*COMMAND, "shift", "--policy", "plain", "--policy", "strict", "--processes", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(8)
+    running.terminate()
+    running.communicate(timeout=60)  # returns when nobody has the pipe open any more
+    assert running.returncode == -signal.SIGTERM
+
+
 def test_waits_are_of_known_causes() -> None:
     assert set(run(scenarios.of(MIX), "plain")["waits_s"]) == set(CAUSES)
 

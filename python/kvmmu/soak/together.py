@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -115,10 +116,18 @@ def _ctrl_c_later() -> Iterator[None]:
 
 
 def _begin(told: SynchronizedArray[float], stopping: Synchronized[int]) -> None:
-    """In a new process. Ctrl-C is the parent's business."""
+    """In a new process. Ctrl-C is the parent's business, and it ends with the parent."""
     global _told, _stopping
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _told, _stopping = told, stopping
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _one(number: int, task: Task) -> Soaked:
