@@ -169,6 +169,7 @@ VALUES = [
     ("compaction.auto_compact", "1", "1 given, allowed: true or false"),
     ("compaction.auto_compact", "on", '"on" given, allowed: true or false'),
     ("compaction.budget_us", "0", "0 given, allowed: above 0, or null for no limit"),
+    ("compaction.budget_us", "9" * 399, "999... given, allowed: a duration such as 200us"),
     ("prefix.eviction", "arc", '"arc" given, allowed: "lru" or "lfu"'),
     ("pages.page_orders", "[0, 10]", "10 given, allowed: a whole number, 0 to 9"),
     ("pages.page_orders", "[2]", "[2] given, allowed: 0 (single blocks) among them"),
@@ -256,6 +257,11 @@ CONTRADICTIONS = [
     (
         f"{MODEL}\npool: {{memory: 9MiB}}",
         "3: pool.memory: 9MiB given, allowed: at least two blocks",
+    ),
+    (
+        f"{MODEL}\npool: {{memory: 99999999TiB}}",
+        "3: pool.memory: 99999999TiB given, 20,971,519,790,283 blocks of 5,242,880 "
+        f"bytes, allowed: at most {MAX_BLOCKS:,}",
     ),
     (
         "paged_attention:\n\n  auto_defrag: true\ncompaction: {auto_compact: true}",

@@ -184,9 +184,14 @@ class _Resolving:
             if size is None:
                 self._say(("pool", "memory"), given, "blocks, once bytes a block are known (model)")
                 return
-            self._num_blocks = min(pool.memory // size - 1, MAX_BLOCKS)
-            if self._num_blocks < 1:
+            self._num_blocks = pool.memory // size - 1
+            if not 1 <= self._num_blocks <= MAX_BLOCKS:
                 text = f"{given} given, allowed: at least two blocks of {size:,} bytes"
+                if self._num_blocks > MAX_BLOCKS:
+                    text = (
+                        f"{given} given, {self._num_blocks:,} blocks of {size:,} bytes, allowed: "
+                        f"at most {MAX_BLOCKS:,}"
+                    )
                 self._faults.append((("pool", "memory"), text))
                 self._num_blocks = None
                 return
