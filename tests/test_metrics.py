@@ -368,6 +368,12 @@ def test_a_port_that_is_taken_or_out_of_range_is_said_before_the_run() -> None:
             assert said in errors
 
 
+@pytest.mark.parametrize("address", ["\ud800", "x" * 70 + ".example", "256.0.0.1"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be served on"):
+        metrics.serve(0, CollectorRegistry(), address=address)
+
+
 @pytest.fixture
 def long_replay() -> Iterator[str]:
     """The address of a replay that goes on for longer than a test."""

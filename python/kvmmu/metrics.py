@@ -498,6 +498,6 @@ def serve(port: int, registry: CollectorRegistry, *, address: str = "127.0.0.1")
         raise InvalidConfig(f"port = {port!r}: allowed is 0 (any that is free) to 65535")
     try:
         return Server(*start_http_server(port, address, registry))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InvalidConfig(f"port = {port}: cannot be served on {address}: {reason}") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidConfig(f"port = {port}: cannot be served on {address!r}: {reason}") from None
