@@ -118,7 +118,7 @@ impl MMU {
         huge_from: Option<Any<'_, '_>>,
         hold_blocks: Option<Any<'_, '_>>,
         dedup: bool,
-        seed: i64,
+        #[pyo3(from_py_with = convert::seed)] seed: i64,
         eviction: Option<Any<'_, '_>>,
         page_aware: Option<Any<'_, '_>>,
         events: Option<Any<'_, '_>>,
@@ -277,7 +277,12 @@ impl MMU {
     }
 
     #[doc = text!("MMU.release_before")]
-    fn release_before(&self, py: Python<'_>, sequence: i64, token: Any<'_, '_>) -> PyResult<u32> {
+    fn release_before(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+        token: Any<'_, '_>,
+    ) -> PyResult<u32> {
         let token = count(token, "token", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, token.into()]);
         self.verb(py, Verb::ReleaseBefore, arguments, || {
@@ -286,7 +291,12 @@ impl MMU {
     }
 
     #[doc = text!("MMU.look")]
-    fn look(&self, py: Python<'_>, sequence: i64, block: Any<'_, '_>) -> PyResult<Option<u32>> {
+    fn look(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+        block: Any<'_, '_>,
+    ) -> PyResult<Option<u32>> {
         let index = count(block, "block", 0)?;
         self.get(py, |core| core.look(sequence, index))
     }
@@ -295,7 +305,7 @@ impl MMU {
     fn append<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         tokens: Any<'_, 'py>,
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let tokens = array::<i32>(tokens, "tokens")?;
@@ -310,7 +320,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.fork")]
-    fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
+    fn fork(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<i64> {
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
         let id = |id: &i64| Some(*id as u64);
         self.verb_of(py, Verb::Fork, arguments, id, |_| {
@@ -319,7 +333,12 @@ impl MMU {
     }
 
     #[doc = text!("MMU.truncate")]
-    fn truncate(&self, py: Python<'_>, sequence: i64, num_tokens: Any<'_, '_>) -> PyResult<()> {
+    fn truncate(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+        num_tokens: Any<'_, '_>,
+    ) -> PyResult<()> {
         let tokens = count(num_tokens, "num_tokens", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, tokens.into()]);
         self.verb(py, Verb::Truncate, arguments, || {
@@ -328,7 +347,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.close")]
-    fn close(&self, py: Python<'_>, sequence: i64) -> PyResult<()> {
+    fn close(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
         self.verb(py, Verb::Close, arguments, || {
             self.long(py, |core| core.close(sequence))
@@ -336,7 +359,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.info")]
-    fn info(&self, py: Python<'_>, sequence: i64) -> PyResult<SequenceInfo> {
+    fn info(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<SequenceInfo> {
         self.call(py, |core| core.info(sequence)).map(SequenceInfo)
     }
 
@@ -344,7 +371,7 @@ impl MMU {
     fn block_table<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = self.call(py, |core| core.block_table(sequence))?;
         let blocks: Vec<i32> = blocks.into_iter().map(|block| block as i32).collect();
@@ -352,7 +379,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.regions")]
-    fn regions<'py>(&self, py: Python<'py>, sequence: i64) -> PyResult<Regions<'py>> {
+    fn regions<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<Regions<'py>> {
         let regions = self.call(py, |core| core.regions(sequence))?;
         let regions = regions
             .into_iter()
@@ -365,7 +396,7 @@ impl MMU {
     fn translate<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         positions: Any<'_, 'py>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let positions = array::<i64>(positions, "positions")?;
@@ -439,7 +470,7 @@ impl MMU {
     fn prepare<'py>(
         &self,
         py: Python<'py>,
-        step: u64,
+        #[pyo3(from_py_with = convert::step)] step: u64,
         sequences: Any<'_, 'py>,
         tables: &BlockTables,
         query_lens: Option<Any<'_, 'py>>,
@@ -468,7 +499,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.written")]
-    fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+    fn written(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::step)] step: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::Written, arguments, || {
             self.call(py, |core| core.written(step))
@@ -476,7 +511,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.cancel")]
-    fn cancel(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+    fn cancel(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::step)] step: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::Cancel, arguments, || {
             self.call(py, |core| core.cancel(step))
@@ -484,7 +523,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.end_step")]
-    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+    fn end_step(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::step)] step: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::EndStep, arguments, || {
             self.call(py, |core| core.end_step(step))
@@ -588,7 +631,7 @@ impl MMU {
     fn lease<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         start: Any<'_, '_>,
         stop: Any<'_, '_>,
     ) -> PyResult<(u64, Bound<'py, PyArray1<i64>>)> {
@@ -603,7 +646,11 @@ impl MMU {
     }
 
     #[doc = text!("MMU.end_lease")]
-    fn end_lease(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
+    fn end_lease(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::lease)] lease: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[lease]);
         self.verb(py, Verb::EndLease, arguments, || {
             self.call(py, |core| core.end_lease(lease))
@@ -791,7 +838,7 @@ impl MMU {
     fn plan_gather(
         &self,
         py: Python<'_>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         max_blocks: Option<Any<'_, '_>>,
     ) -> PyResult<Plan> {
         let most = limit(max_blocks)?;
