@@ -323,4 +323,4 @@ def test_nothing_is_published_without_a_cache_and_reading_says_so() -> None:
     mmu = MMU(8, 2, prefix_caching=False)
     filled(mmu, [1, 2, 3])
     assert len(mmu.published()) == 0
-    assert repr(mmu.published()) == "Events(0 before 0, 0 lost)"
+    assert repr(mmu.published()) == "Events(0 events, lost=0, next=0)"

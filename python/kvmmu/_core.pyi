@@ -133,9 +133,11 @@ class MMU:
         record: str | Literal[False] | None = None,
     ) -> MMU: ...
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Usable blocks, those given back among them. The null block is one more."""
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Tokens a block."""
     @property
     def budget_blocks(self) -> int:
         """Most blocks that one compaction pass moves."""
@@ -144,11 +146,14 @@ class MMU:
         """The block that padding points at, by default ``num_blocks``. Storage needs
         ``num_blocks + 1`` blocks."""
     @property
-    def max_sequences(self) -> int: ...
+    def max_sequences(self) -> int:
+        """Sequences open at once, at most."""
     @property
-    def max_blocks_per_sequence(self) -> int: ...
+    def max_blocks_per_sequence(self) -> int:
+        """Longest sequence in blocks."""
     @property
-    def page_orders(self) -> list[int]: ...
+    def page_orders(self) -> list[int]:
+        """Page sizes, ascending: order k is 2**k consecutive, aligned blocks."""
 
     # -- sequences -------------------------------------------------------------------------
     def open(
@@ -214,7 +219,8 @@ class MMU:
     def close(self, sequence: int) -> None:
         """Ends a sequence. Published blocks stay cached, the rest becomes empty, or fenced until
         the newest step prepared so far has ended."""
-    def info(self, sequence: int) -> SequenceInfo: ...
+    def info(self, sequence: int) -> SequenceInfo:
+        """Tokens, blocks and pages of a sequence at this moment."""
     def block_table(self, sequence: int) -> npt.NDArray[np.int32]:
         """int32 [ceil(num_tokens / block_size)]: the physical blocks, in order; the null block for
         those that were released from the front."""
@@ -300,7 +306,8 @@ class MMU:
     def end_step(self, step: int) -> None:
         """The step has finished on the device. Must have been ``written`` or ``cancel``-led if it
         scheduled anything. Empties blocks that were fenced for it."""
-    def steps_in_flight(self) -> int: ...
+    def steps_in_flight(self) -> int:
+        """Steps that have begun and not ended."""
 
     # -- tables ----------------------------------------------------------------------------
     def register_tables(
@@ -365,7 +372,8 @@ class MMU:
         writes into one copies it first. Returns the number of the lease and its blocks."""
     def end_lease(self, lease: int) -> None:
         """The transfer is done or given up. InvalidLease when it has ended already."""
-    def num_leases(self) -> int: ...
+    def num_leases(self) -> int:
+        """Leases that have not ended."""
     def evict(self, num_blocks: int) -> int:
         """Drops up to so many cached blocks, in the order of eviction; returns how many."""
     def references(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -379,7 +387,9 @@ class MMU:
         prefix_queried_blocks, prefix_hit_blocks, published_blocks, evicted_blocks, copied_on_write,
         plans_begun, plans_stopped_early, moves_begun, moves_committed, moves_dropped,
         moves_aborted, freed_blocks, left_cached, given_back, taken_back``."""
-    def measure(self) -> Measure: ...
+    def measure(self) -> Measure:
+        """How scattered memory is at this moment. Looks at every block and every sequence; other calls
+        wait meanwhile."""
     def block_map(self) -> BlockMap:
         """What every physical block is, at one moment: it waits for the verbs that are under way, and
         those that come meanwhile wait for it (about a millisecond for 90,000 blocks). What a step in
@@ -530,9 +540,11 @@ class Pool:
         seed: int = 0,
     ) -> Pool: ...
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Usable blocks. The null block is one more."""
     @property
-    def null_block(self) -> int: ...
+    def null_block(self) -> int:
+        """The block that nobody is given, by default ``num_blocks``."""
     @property
     def anchor_from(self) -> int:
         """First block of the anchor region; the end of the pool if there is none."""
@@ -669,13 +681,17 @@ class BlockTables:
     """
 
     @property
-    def block_table(self) -> npt.NDArray[np.int32]: ...
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """int32 [B, W], the array that was registered: what each entry of each row names."""
     @property
-    def seq_lens(self) -> npt.NDArray[np.int32]: ...
+    def seq_lens(self) -> npt.NDArray[np.int32]:
+        """int32 [B], the array that was registered: tokens of each row."""
     @property
-    def slot_mapping(self) -> npt.NDArray[np.int64]: ...
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """int64 [T], the array that was registered: the slot of each scheduled token."""
     @property
-    def query_start_loc(self) -> npt.NDArray[np.int32]: ...
+    def query_start_loc(self) -> npt.NDArray[np.int32]:
+        """int32 [B + 1], the array that was registered: where each row's scheduled tokens begin."""
     def csr(
         self,
         indptr: npt.NDArray[np.int32],
@@ -733,23 +749,27 @@ class DirtyRows:
     (exclusive). A row occurs once, in order; one of which nothing was written, not at all.
 
     A mirror that had row ``rows[i]`` as of generation ``generation[i] - 1`` needs these entries only;
-    one that missed a call needs the row whole, up to its width.
+    one that missed a call needs the row whole, up to its width. ``len`` counts rows.
     """
 
     @property
-    def rows(self) -> npt.NDArray[np.int32]: ...
+    def rows(self) -> npt.NDArray[np.int32]:
+        """int32 [k]."""
     @property
-    def start(self) -> npt.NDArray[np.int32]: ...
+    def start(self) -> npt.NDArray[np.int32]:
+        """int32 [k]: the first entry that was written."""
     @property
-    def stop(self) -> npt.NDArray[np.int32]: ...
+    def stop(self) -> npt.NDArray[np.int32]:
+        """int32 [k]: one behind the last."""
     @property
     def generation(self) -> npt.NDArray[np.int64]:
         """Calls that wrote the row, this one included."""
-    def __len__(self) -> int:
-        """Rows."""
+    def __len__(self) -> int: ...
 
 @final
 class SequenceInfo:
+    """Numbers about one sequence, at the moment of :meth:`MMU.info`."""
+
     @property
     def num_tokens(self) -> int:
         """Tokens that have a place (a claimed block)."""
@@ -783,13 +803,16 @@ class SequenceInfo:
 
 @final
 class Quote:
+    """Whether a prompt could be opened, and what it takes; see :meth:`MMU.quote`."""
+
     @property
     def when(self) -> str:
         """``"now"``; ``"moves"`` (after ``moves`` moves); ``"frees"`` (when others have released
         enough); ``"grows"`` (when blocks that were given back are in the pool again); ``"never"``
         (larger than the pool or a limit, or of a shape that the pool never has)."""
     @property
-    def moves(self) -> int: ...
+    def moves(self) -> int:
+        """Moves that it takes first."""
     @property
     def needed(self) -> int:
         """Blocks to claim beside the cached ones."""
@@ -797,7 +820,8 @@ class Quote:
     def available(self) -> int:
         """Blocks that are empty or could be evicted for it (matched ones not counted)."""
     @property
-    def num_cached_tokens(self) -> int: ...
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that are cached."""
 
 @final
 class BlockMap:
@@ -841,19 +865,26 @@ class BlockMap:
 
 @final
 class Measure:
+    """How scattered memory is, at the moment of :meth:`MMU.measure`."""
+
     @property
     def ratio_empty(self) -> float:
         """1 - largest run / count, over empty blocks; 0 when there are none."""
     @property
-    def ratio_available(self) -> float: ...
+    def ratio_available(self) -> float:
+        """The same over available blocks: those that are empty or could be evicted."""
     @property
-    def empty(self) -> int: ...
+    def empty(self) -> int:
+        """Empty blocks."""
     @property
-    def available(self) -> int: ...
+    def available(self) -> int:
+        """Blocks that are empty or could be evicted."""
     @property
-    def largest_run_empty(self) -> int: ...
+    def largest_run_empty(self) -> int:
+        """Longest run of empty blocks."""
     @property
-    def largest_run_available(self) -> int: ...
+    def largest_run_available(self) -> int:
+        """Longest run of available blocks."""
     @property
     def free_windows(self) -> int:
         """Aligned windows of 512 blocks that are wholly available."""
@@ -861,7 +892,8 @@ class Measure:
     def run_histogram(self) -> npt.NDArray[np.int64]:
         """Runs of available blocks by length: entry k counts lengths 2**k .. 2**(k+1) - 1; int64 [32]."""
     @property
-    def sequences(self) -> int: ...
+    def sequences(self) -> int:
+        """Open sequences that have tokens."""
     @property
     def runs(self) -> int:
         """Runs of all sequences added up."""
@@ -938,7 +970,8 @@ class Plan:
     """Proposed moves with their expected effect; a plain value."""
 
     @property
-    def goal(self) -> str: ...
+    def goal(self) -> str:
+        """What was planned, for instance ``free_run(64)`` or ``background``."""
     @property
     def pairs(self) -> npt.NDArray[np.uint32]:
         """uint32 [m, 2]: (source, destination)."""
@@ -956,7 +989,8 @@ class Plan:
     def predicted_run(self) -> int:
         """Largest run of available blocks after the moves."""
     @property
-    def predicted_ratio(self) -> float: ...
+    def predicted_ratio(self) -> float:
+        """Fragmentation ratio over available blocks after the moves."""
     @property
     def predicted_windows(self) -> int:
         """Windows (aligned groups of 512 available blocks) after the moves."""
@@ -967,11 +1001,13 @@ class Moves:
     """Moves that have begun: what a mover carries out, here or in another process."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Number of these moves, which ``commit`` and ``abort`` know them by."""
     @property
     def pairs(self) -> npt.NDArray[np.uint32]:
         """uint32 [m, 2]: (source, destination). No destination is a source or twice in it."""
-    def to_bytes(self) -> bytes: ...
+    def to_bytes(self) -> bytes:
+        """These moves as bytes, for a mover in another process; see :meth:`from_bytes`."""
     @staticmethod
     def from_bytes(data: bytes) -> Moves:
         """InvalidPlan when the bytes are not whole and unchanged (length and checksum)."""

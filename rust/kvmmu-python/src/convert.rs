@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use kvmmu::{Eviction, Keys, PageOrders, Placement, Unit};
-use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1};
+use numpy::{Element, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyMapping, PyMappingMethods, PyString};
@@ -39,7 +39,7 @@ pub fn describe(value: &Bound<'_, PyAny>) -> String {
                 ", not C-contiguous"
             };
             let dtype = array.dtype();
-            format!("{} {:?}{layout}", dtype.typeobj(), array.shape())
+            format!("{dtype} {:?}{layout}", array.shape())
         }
         Err(_) => format!(
             "a {}",
@@ -190,18 +190,21 @@ pub fn flag(value: &Bound<'_, PyAny>, name: &str) -> PyResult<bool> {
 
 /// Which block of a pool of `num_blocks` nobody is given: by default the last.
 pub fn null_block(value: Option<&Bound<'_, PyAny>>, num_blocks: u32) -> PyResult<u32> {
-    match value {
-        None => Ok(num_blocks),
-        Some(given) if given.is_instance_of::<PyString>() => {
-            match word(given, "null_block", &["last", "first"])? {
-                "first" => Ok(0),
-                _ => Ok(num_blocks),
-            }
-        }
-        Some(given) => {
-            integer(given, "null_block", 0, i64::from(num_blocks)).map(|block| block as u32)
-        }
-    }
+    let Some(given) = value else {
+        return Ok(num_blocks);
+    };
+    let found = if given.is_instance_of::<PyString>() {
+        word(given, "null_block", &["last", "first"]).map(|word| match word {
+            "first" => 0,
+            _ => num_blocks,
+        })
+    } else {
+        integer(given, "null_block", 0, i64::from(num_blocks)).map(|block| block as u32)
+    };
+    found.map_err(|_| {
+        let allowed = format!("\"last\", \"first\" or a whole number from 0 to {num_blocks}");
+        refuse(given.py(), "null_block", shown(given), &allowed)
+    })
 }
 
 /// What the entries of tables name: blocks, unless one of the two is given.
@@ -256,9 +259,10 @@ pub fn array<'py, T: Element>(value: &Bound<'py, PyAny>, name: &str) -> PyResult
         .filter(|array| array.as_slice().is_ok());
     borrowed.map(Array).ok_or_else(|| {
         let py = value.py();
+        let dtype = T::get_dtype(py);
         let allowed = format!(
-            "an array of {}, one dimension, C-contiguous, aligned",
-            T::get_dtype(py).typeobj()
+            "an array of {dtype}, one dimension, C-contiguous, aligned; \
+             np.require({name}, np.{dtype}, \"CA\") makes one of numbers"
         );
         refuse(py, name, describe(value), &allowed)
     })

@@ -18,8 +18,10 @@ fn rows<T: Element + Copy, const K: usize>(
     dtype: &str,
 ) -> PyResult<Vec<[T; K]>> {
     let refuse = |given: String| {
-        let message =
-            format!("{name} must be a C-contiguous {dtype} array of shape [n, {K}], not {given}");
+        let message = format!(
+            "{name} must be a C-contiguous {dtype} array of shape [n, {K}], not {given}; \
+             np.require({name}, np.{dtype}, \"C\") makes one of rows of numbers"
+        );
         error(
             value.py(),
             "InvalidConfig",
@@ -117,7 +119,7 @@ fn raise(py: Python<'_>, refused: MoveError) -> PyErr {
     error(py, class, refused.to_string(), &numbers)
 }
 
-/// Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every region, GIL released.
+#[doc = text!("copy_blocks")]
 #[pyfunction]
 pub fn copy_blocks(
     py: Python<'_>,
@@ -146,7 +148,7 @@ pub fn copy_blocks(
     .map_err(|refused| raise(py, refused))
 }
 
-/// Gives whole pages of host memory back to the system, GIL released. Returns their bytes.
+#[doc = text!("release_pages")]
 #[pyfunction]
 pub fn release_pages(py: Python<'_>, ranges: &Bound<'_, PyAny>) -> PyResult<u64> {
     let ranges: Vec<[u64; 2]> = rows(ranges, "ranges", "uint64")?;
@@ -199,13 +201,13 @@ pub fn release_pages(py: Python<'_>, ranges: &Bound<'_, PyAny>) -> PyResult<u64>
     })
 }
 
-/// Bytes of the smallest page of host memory.
+#[doc = text!("page_bytes")]
 #[pyfunction]
 pub fn page_bytes() -> usize {
     kvmmu_copy::page_bytes()
 }
 
-/// What the CPU mover found: `avx2`, `non_temporal` (bool each).
+#[doc = text!("cpu_features")]
 #[pyfunction]
 pub fn cpu_features(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let found = kvmmu_copy::features();

@@ -34,14 +34,14 @@ const KERNELS: [(&str, &str); 5] = [
     ),
 ];
 
-/// The names of all kernels, each that of its file and of its function.
+#[doc = text!("kernel_names")]
 #[pyfunction]
 pub fn kernel_names(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     PyTuple::new(py, KERNELS.map(|(name, _)| name))
 }
 
-/// The source of a kernel, complete in itself. `#line` keeps messages of a compiler at the lines of
-/// the files.
+// `#line` keeps messages of a compiler at the lines of the files.
+#[doc = text!("kernel_source")]
 #[pyfunction]
 pub fn kernel_source(py: Python<'_>, name: &str) -> PyResult<Cow<'static, str>> {
     let Some((_, source)) = KERNELS.iter().find(|(known, _)| *known == name) else {

@@ -1,8 +1,19 @@
 //! The Python binding of kvmmu: `kvmmu._core`. Conversion and errors, no logic.
 //!
-//! The contract, with the docs that users read, is `python/kvmmu/_core.pyi`.
+//! The contract, with the docs that users read, is `python/kvmmu/_core.pyi`; `build.rs` takes them
+//! from there, and every item that Python sees carries its own.
+
+// The docs of those items are Python's: an array `int32 [k, 2]` is no link.
+#![allow(rustdoc::broken_intra_doc_links)]
 
 use pyo3::prelude::*;
+
+/// The docstring that `_core.pyi` has for a dotted name. It does not compile where there is none.
+macro_rules! text {
+    ($name:literal) => {
+        include_str!(concat!(env!("OUT_DIR"), "/texts/", $name))
+    };
+}
 
 mod convert;
 mod copy;
@@ -11,11 +22,12 @@ mod guard;
 mod kernels;
 mod mmu;
 mod pool;
+mod repr;
 mod tables;
 mod values;
 mod verbs;
 
-/// The compiled core of kvmmu.
+#[doc = text!("_core")]
 #[pymodule(gil_used = false)]
 mod _core {
     use super::*;

@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 use crate::convert::{self, array, count, integer, keys, optional, ratio, share};
 use crate::errors::core_error;
 use crate::guard::Guard;
+use crate::repr;
 use crate::tables::BlockTables;
 use crate::values::{self, BlockMap, Events, Measure, Moves, Plan, Quote, SequenceInfo, internal};
 use crate::verbs::{self, Times, Verb};
@@ -19,7 +20,7 @@ type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 /// First logical block of each region, and whether it is a huge page.
 type Regions<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<bool>>);
 
-/// Decides which sequence holds which block, and what moves where.
+#[doc = text!("MMU")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct MMU {
     guard: Guard<Mmu>,
@@ -203,26 +204,32 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.num_blocks")]
     #[getter]
     fn num_blocks(&self) -> u32 {
         self.core.config().num_blocks
     }
+    #[doc = text!("MMU.block_size")]
     #[getter]
     fn block_size(&self) -> u32 {
         self.core.config().block_size
     }
+    #[doc = text!("MMU.null_block")]
     #[getter]
     fn null_block(&self) -> u32 {
         self.core.null_block()
     }
+    #[doc = text!("MMU.max_sequences")]
     #[getter]
     fn max_sequences(&self) -> u32 {
         self.core.config().max_sequences
     }
+    #[doc = text!("MMU.max_blocks_per_sequence")]
     #[getter]
     fn max_blocks_per_sequence(&self) -> u32 {
         self.core.config().max_blocks_per_sequence
     }
+    #[doc = text!("MMU.budget_blocks")]
     #[getter]
     fn budget_blocks(&self) -> u32 {
         self.core.config().budget_blocks
@@ -230,11 +237,13 @@ impl MMU {
 
     // -- sequences ---------------------------------------------------------------------------
 
+    #[doc = text!("MMU.page_orders")]
     #[getter]
     fn page_orders(&self) -> Vec<u32> {
         self.core.config().page_orders.iter().collect()
     }
 
+    #[doc = text!("MMU.open")]
     #[pyo3(signature = (
         tokens, *, salt=None, extra_keys=None, anchor=false, page_orders=None, require=None,
         contiguous=None
@@ -267,6 +276,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.release_before")]
     fn release_before(
         &self,
         py: Python<'_>,
@@ -280,6 +290,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.look")]
     fn look(
         &self,
         py: Python<'_>,
@@ -290,6 +301,7 @@ impl MMU {
         self.get(py, |core| core.look(sequence, index))
     }
 
+    #[doc = text!("MMU.append")]
     fn append<'py>(
         &self,
         py: Python<'py>,
@@ -307,6 +319,7 @@ impl MMU {
         Ok(values::copies(py, &copies))
     }
 
+    #[doc = text!("MMU.fork")]
     fn fork(
         &self,
         py: Python<'_>,
@@ -319,6 +332,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.truncate")]
     fn truncate(
         &self,
         py: Python<'_>,
@@ -332,6 +346,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.close")]
     fn close(
         &self,
         py: Python<'_>,
@@ -343,6 +358,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.info")]
     fn info(
         &self,
         py: Python<'_>,
@@ -351,6 +367,7 @@ impl MMU {
         self.call(py, |core| core.info(sequence)).map(SequenceInfo)
     }
 
+    #[doc = text!("MMU.block_table")]
     fn block_table<'py>(
         &self,
         py: Python<'py>,
@@ -361,6 +378,7 @@ impl MMU {
         Ok(blocks.into_pyarray(py))
     }
 
+    #[doc = text!("MMU.regions")]
     fn regions<'py>(
         &self,
         py: Python<'py>,
@@ -374,6 +392,7 @@ impl MMU {
         Ok((first.into_pyarray(py), huge.into_pyarray(py)))
     }
 
+    #[doc = text!("MMU.translate")]
     fn translate<'py>(
         &self,
         py: Python<'py>,
@@ -385,10 +404,12 @@ impl MMU {
         Ok(slots.into_pyarray(py))
     }
 
+    #[doc = text!("MMU.sequences")]
     fn sequences<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         Ok(self.get(py, Mmu::sequences)?.into_pyarray(py))
     }
 
+    #[doc = text!("MMU.match")]
     #[pyo3(name = "match", signature = (tokens, *, salt=None, extra_keys=None))]
     fn match_(
         &self,
@@ -403,6 +424,7 @@ impl MMU {
         self.get(py, |core| core.matched_tokens(tokens, &keys))
     }
 
+    #[doc = text!("MMU.quote")]
     #[pyo3(signature = (
         tokens, *, salt=None, extra_keys=None, page_orders=None, require=None, contiguous=None
     ), text_signature = "($self, tokens, *, salt=None, extra_keys=None, page_orders=None, \
@@ -431,6 +453,7 @@ impl MMU {
 
     // -- steps -------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.begin_step")]
     fn begin_step(&self, py: Python<'_>) -> PyResult<u64> {
         let number = |step: &u64| Some(*step);
         self.verb_of(
@@ -442,6 +465,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.prepare")]
     #[pyo3(signature = (step, sequences, tables, *, query_lens=None, new_tokens=None))]
     fn prepare<'py>(
         &self,
@@ -474,6 +498,7 @@ impl MMU {
         Ok(values::copies(py, &copies))
     }
 
+    #[doc = text!("MMU.written")]
     fn written(
         &self,
         py: Python<'_>,
@@ -485,6 +510,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.cancel")]
     fn cancel(
         &self,
         py: Python<'_>,
@@ -496,6 +522,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.end_step")]
     fn end_step(
         &self,
         py: Python<'_>,
@@ -507,12 +534,14 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.steps_in_flight")]
     fn steps_in_flight(&self, py: Python<'_>) -> PyResult<usize> {
         self.get(py, Mmu::steps_in_flight)
     }
 
     // -- tables ------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.register_tables")]
     #[pyo3(signature = (
         block_table, seq_lens, slot_mapping, query_start_loc, *, kernel_block_size=None,
         page_order=None
@@ -552,6 +581,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.export")]
     fn export(&self, py: Python<'_>, sequences: Any<'_, '_>, tables: &BlockTables) -> PyResult<()> {
         let ids = array::<i64>(sequences, "sequences")?;
         let ids = ids.slice();
@@ -569,6 +599,7 @@ impl MMU {
 
     // -- blocks ------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.pin")]
     fn pin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let blocks = blocks.slice();
@@ -582,6 +613,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.unpin")]
     fn unpin(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let blocks = blocks.slice();
@@ -595,6 +627,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.lease")]
     fn lease<'py>(
         &self,
         py: Python<'py>,
@@ -612,6 +645,7 @@ impl MMU {
         Ok((lease.id, numbers(py, lease.blocks)))
     }
 
+    #[doc = text!("MMU.end_lease")]
     fn end_lease(
         &self,
         py: Python<'_>,
@@ -623,10 +657,12 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.num_leases")]
     fn num_leases(&self, py: Python<'_>) -> PyResult<usize> {
         self.get(py, Mmu::num_leases)
     }
 
+    #[doc = text!("MMU.evict")]
     fn evict(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<u32> {
         let n = count(num_blocks, "num_blocks", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[n.into()]);
@@ -635,6 +671,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.references")]
     fn references<'py>(
         &self,
         py: Python<'py>,
@@ -645,10 +682,12 @@ impl MMU {
         Ok(numbers(py, references))
     }
 
+    #[doc = text!("MMU.states")]
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         values::states(py, &self.get(py, Mmu::states)?)
     }
 
+    #[doc = text!("MMU.stats")]
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         for (name, value) in self.get(py, Mmu::stats)?.entries() {
@@ -657,45 +696,54 @@ impl MMU {
         Ok(dict)
     }
 
+    #[doc = text!("MMU.measure")]
     fn measure(&self, py: Python<'_>) -> PyResult<Measure> {
         self.long(py, |core| Ok(core.measure())).map(Measure)
     }
 
+    #[doc = text!("MMU.block_map")]
     fn block_map(&self, py: Python<'_>) -> PyResult<BlockMap> {
         let map = self.long(py, |core| Ok(core.block_map()))?;
         Ok(BlockMap::new(py, map))
     }
 
+    #[doc = text!("MMU.keeps_guarantee")]
     #[getter]
     fn keeps_guarantee(&self) -> bool {
         self.core.config().guarantee.is_some()
     }
 
+    #[doc = text!("MMU.time_operations")]
     fn time_operations(&self, every: Any<'_, '_>) -> PyResult<()> {
         self.times.set(integer(every, "every", 0, 1 << 20)? as u32);
         Ok(())
     }
 
+    #[doc = text!("MMU.operation_times")]
     fn operation_times<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.times.read(py)
     }
 
+    #[doc = text!("MMU.operation_time_bounds")]
     #[staticmethod]
     fn operation_time_bounds() -> Vec<f64> {
         Times::bounds()
     }
 
+    #[doc = text!("MMU.events")]
     fn events(&self, py: Python<'_>, since: Any<'_, '_>) -> PyResult<Events> {
         let since = integer(since, "since", 0, i64::MAX)? as u64;
         self.long(py, |core| core.events(since))
             .map(Events::numbered)
     }
 
+    #[doc = text!("MMU.published")]
     fn published(&self, py: Python<'_>) -> PyResult<Events> {
         self.long(py, |core| Ok(core.published()))
             .map(Events::unnumbered)
     }
 
+    #[doc = text!("MMU.recording")]
     #[getter]
     fn recording<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(recording) = &self.recording else {
@@ -709,6 +757,7 @@ impl MMU {
         Ok(Some(dict))
     }
 
+    #[doc = text!("MMU.flush_recording")]
     fn flush_recording(&self, py: Python<'_>) -> PyResult<()> {
         if let Some(recording) = &self.recording {
             self.check_process(py)?;
@@ -719,6 +768,7 @@ impl MMU {
 
     // -- compaction --------------------------------------------------------------------------
 
+    #[doc = text!("MMU.plan_free_run")]
     #[pyo3(signature = (num_blocks, *, max_blocks=None))]
     fn plan_free_run(
         &self,
@@ -734,6 +784,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_below")]
     #[pyo3(signature = (ratio, *, max_blocks=None))]
     fn plan_below(
         &self,
@@ -750,6 +801,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_huge_pages")]
     #[pyo3(signature = (num_pages, *, max_blocks=None))]
     fn plan_huge_pages(
         &self,
@@ -764,6 +816,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_groups")]
     #[pyo3(signature = (size, groups, *, max_blocks=None))]
     fn plan_groups(
         &self,
@@ -780,6 +833,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_gather")]
     #[pyo3(signature = (sequence, *, max_blocks=None))]
     fn plan_gather(
         &self,
@@ -794,6 +848,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.plan_compaction")]
     #[pyo3(signature = (*, max_blocks=None))]
     fn plan_compaction(
         &self,
@@ -814,6 +869,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.ready")]
     fn ready(&self, py: Python<'_>, num_blocks: Any<'_, '_>) -> PyResult<bool> {
         let n = count(num_blocks, "num_blocks", 1)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[n.into()]);
@@ -822,6 +878,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.guarantee")]
     fn guarantee<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let slack = self.core.config().guarantee.unwrap_or(0);
         let held = self.long(py, |core| Ok(core.held_windows(slack)))?;
@@ -834,6 +891,7 @@ impl MMU {
         Ok(dict)
     }
 
+    #[doc = text!("MMU.begin")]
     fn begin(&self, py: Python<'_>, plan: &Plan) -> PyResult<Moves> {
         let epoch = |moves: &Moves| Some(moves.0.epoch());
         self.verb_of(
@@ -847,6 +905,7 @@ impl MMU {
         )
     }
 
+    #[doc = text!("MMU.commit")]
     fn commit(&self, py: Python<'_>, moves: &Moves) -> PyResult<u32> {
         let arguments = |body: &mut Body<'_>| noted(body, &[moves.0.epoch()]);
         self.verb(py, Verb::Commit, arguments, || {
@@ -854,6 +913,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.abort")]
     fn abort(&self, py: Python<'_>, moves: &Moves) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[moves.0.epoch()]);
         self.verb(py, Verb::Abort, arguments, || {
@@ -863,6 +923,7 @@ impl MMU {
 
     // -- memory given back -------------------------------------------------------------------
 
+    #[doc = text!("MMU.plan_shrink")]
     #[pyo3(signature = (num_blocks, *, granule=None, max_blocks=None),
         text_signature = "($self, num_blocks, *, granule=1, max_blocks=None)")]
     fn plan_shrink(
@@ -880,6 +941,7 @@ impl MMU {
         })
     }
 
+    #[doc = text!("MMU.shrink")]
     #[pyo3(signature = (num_blocks, *, granule=None),
         text_signature = "($self, num_blocks, *, granule=1)")]
     fn shrink<'py>(
@@ -896,6 +958,7 @@ impl MMU {
         Ok(numbers(py, gone))
     }
 
+    #[doc = text!("MMU.offline_blocks")]
     #[pyo3(signature = (num_blocks=None, *, granule=None),
         text_signature = "($self, num_blocks=None, *, granule=1)")]
     fn offline_blocks<'py>(
@@ -910,6 +973,7 @@ impl MMU {
         Ok(numbers(py, blocks))
     }
 
+    #[doc = text!("MMU.grow")]
     fn grow(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let blocks = array::<i64>(blocks, "blocks")?;
         let blocks = blocks.slice();
@@ -925,6 +989,7 @@ impl MMU {
 
     // -- checks ------------------------------------------------------------------------------
 
+    #[doc = text!("MMU.validate")]
     #[pyo3(signature = (tables=None))]
     fn validate(&self, py: Python<'_>, tables: Option<&BlockTables>) -> PyResult<()> {
         self.check_process(py)?;
@@ -940,6 +1005,13 @@ impl MMU {
         };
         let checked = checked.map_err(|text| internal(py, text))?;
         checked.map_err(|broken| internal(py, broken.to_string()))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let config = self.core.config();
+        let blocks = repr::blocks(py, self.get(py, Mmu::states));
+        let (n, size) = (config.num_blocks, config.block_size);
+        format!("MMU(num_blocks={n}, block_size={size}, {blocks})")
     }
 
     fn _panic_for_test(&self, py: Python<'_>) -> PyResult<()> {

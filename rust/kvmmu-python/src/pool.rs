@@ -10,12 +10,13 @@ use pyo3::types::PyDict;
 use crate::convert::{self, array, blocks, count, integer, share};
 use crate::errors::core_error;
 use crate::guard::Guard;
+use crate::repr;
 use crate::values;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 type Core = kvmmu::Pool;
 
-/// Hands out blocks: which of them are empty, and who holds the others.
+#[doc = text!("Pool")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct Pool(Guard<Core>);
 
@@ -72,14 +73,17 @@ impl Pool {
         Guard::new(py, "Pool", || Core::new(&config)).map(Self)
     }
 
+    #[doc = text!("Pool.num_blocks")]
     #[getter]
     fn num_blocks(&self) -> u32 {
         self.core.num_blocks()
     }
+    #[doc = text!("Pool.null_block")]
     #[getter]
     fn null_block(&self) -> u32 {
         self.core.null_block()
     }
+    #[doc = text!("Pool.anchor_from")]
     #[getter]
     fn anchor_from(&self) -> u32 {
         self.core.anchor_from()
@@ -87,6 +91,7 @@ impl Pool {
 
     // -- claiming ----------------------------------------------------------------------------
 
+    #[doc = text!("Pool.claim")]
     #[pyo3(signature = (n=None, *, owner=None, anchor=false), text_signature = "($self, n=1, *, owner=None, anchor=False)")]
     fn claim<'py>(
         &self,
@@ -108,6 +113,7 @@ impl Pool {
         Ok(values::blocks(py, self.call(py, claim)?))
     }
 
+    #[doc = text!("Pool.claim_page")]
     #[pyo3(signature = (order, *, anchor=false))]
     fn claim_page(&self, py: Python<'_>, order: Any<'_, '_>, anchor: bool) -> PyResult<u32> {
         let order = integer(order, "order", 0, i64::from(Core::MAX_ORDER))? as u32;
@@ -116,17 +122,20 @@ impl Pool {
         })
     }
 
+    #[doc = text!("Pool.claim_run")]
     #[pyo3(signature = (n, *, anchor=false))]
     fn claim_run(&self, py: Python<'_>, n: Any<'_, '_>, anchor: bool) -> PyResult<u32> {
         let n = count(n, "n", 1)?;
         self.shape(py, n, |core| core.claim_run_in(zone(anchor), n))
     }
 
+    #[doc = text!("Pool.claim_exact")]
     fn claim_exact(&self, py: Python<'_>, first: Any<'_, '_>, n: Any<'_, '_>) -> PyResult<bool> {
         let (first, n) = (count(first, "first", 0)?, count(n, "n", 1)?);
         self.long(py, |core| Ok(core.claim_exact(first, n)))
     }
 
+    #[doc = text!("Pool.claim_like")]
     fn claim_like<'py>(
         &self,
         py: Python<'py>,
@@ -149,26 +158,31 @@ impl Pool {
 
     // -- sharing and releasing ---------------------------------------------------------------
 
+    #[doc = text!("Pool.retain")]
     fn retain(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let array = array::<i32>(blocks, "blocks")?;
         self.call(py, |core| core.retain(self::blocks(array.slice())))
     }
 
+    #[doc = text!("Pool.publish")]
     fn publish(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let array = array::<i32>(blocks, "blocks")?;
         self.call(py, |core| core.publish(self::blocks(array.slice())))
     }
 
+    #[doc = text!("Pool.revive")]
     fn revive(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let array = array::<i32>(blocks, "blocks")?;
         self.call(py, |core| core.revive(self::blocks(array.slice())))
     }
 
+    #[doc = text!("Pool.evict")]
     fn evict(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<bool> {
         let block = count(block, "block", 0)?;
         self.get(py, |core| core.evict(block))
     }
 
+    #[doc = text!("Pool.release")]
     #[pyo3(signature = (blocks, *, owner=None))]
     fn release(
         &self,
@@ -185,6 +199,7 @@ impl Pool {
         })
     }
 
+    #[doc = text!("Pool.release_page")]
     fn release_page(&self, py: Python<'_>, first: Any<'_, '_>, order: Any<'_, '_>) -> PyResult<()> {
         let first = count(first, "first", 0)?;
         let order = integer(order, "order", 0, i64::from(Core::MAX_ORDER))? as u32;
@@ -193,16 +208,19 @@ impl Pool {
 
     // -- destinations of moves ---------------------------------------------------------------
 
+    #[doc = text!("Pool.destine")]
     fn destine(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let array = array::<i32>(blocks, "blocks")?;
         self.call(py, |core| core.destine(self::blocks(array.slice())))
     }
 
+    #[doc = text!("Pool.undo")]
     fn undo(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let array = array::<i32>(blocks, "blocks")?;
         self.call(py, |core| core.undo(self::blocks(array.slice())))
     }
 
+    #[doc = text!("Pool.arrive")]
     fn arrive(&self, py: Python<'_>, blocks: Any<'_, '_>) -> PyResult<()> {
         let array = array::<i32>(blocks, "blocks")?;
         self.call(py, |core| core.arrive(self::blocks(array.slice())))
@@ -210,11 +228,13 @@ impl Pool {
 
     // -- offline -----------------------------------------------------------------------------
 
+    #[doc = text!("Pool.offline")]
     fn offline(&self, py: Python<'_>, first: Any<'_, '_>, n: Any<'_, '_>) -> PyResult<()> {
         let (first, n) = (count(first, "first", 0)?, count(n, "n", 1)?);
         self.long(py, |core| core.offline(first, n))
     }
 
+    #[doc = text!("Pool.online")]
     fn online(&self, py: Python<'_>, first: Any<'_, '_>, n: Any<'_, '_>) -> PyResult<()> {
         let (first, n) = (count(first, "first", 0)?, count(n, "n", 1)?);
         self.long(py, |core| core.online(first, n))
@@ -222,26 +242,36 @@ impl Pool {
 
     // -- looking -----------------------------------------------------------------------------
 
+    #[doc = text!("Pool.references")]
     fn references(&self, py: Python<'_>, block: Any<'_, '_>) -> PyResult<u32> {
         let block = count(block, "block", 0)?;
         self.call(py, |core| core.references(block))
     }
 
+    #[doc = text!("Pool.states")]
     fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         values::states(py, &self.get(py, |core| core.states())?)
     }
 
+    #[doc = text!("Pool.free_windows")]
     fn free_windows(&self, py: Python<'_>) -> PyResult<u32> {
         self.long(py, |core| Ok(core.free_windows()))
     }
 
+    #[doc = text!("Pool.largest_run")]
     fn largest_run(&self, py: Python<'_>) -> PyResult<u32> {
         self.long(py, |core| Ok(core.runs().largest))
     }
 
+    #[doc = text!("Pool.validate")]
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
         self.check_process(py)?;
         let found = self.guarded(Core::audit).and_then(|audit| audit);
         found.map_err(|text| values::internal(py, text))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let blocks = repr::blocks(py, self.get(py, Core::states));
+        format!("Pool(num_blocks={}, {blocks})", self.core.num_blocks())
     }
 }

@@ -14,8 +14,9 @@ use pyo3::prelude::*;
 
 use crate::convert::describe;
 use crate::errors::error;
+use crate::repr;
 
-/// The caller's arrays, kept alive, and what is in them.
+#[doc = text!("BlockTables")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct BlockTables {
     block_table: Py<PyArray2<i32>>,
@@ -32,7 +33,7 @@ pub struct BlockTables {
     pub number: u64,
 }
 
-/// Entries of `block_table` that one call wrote.
+#[doc = text!("DirtyRows")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct DirtyRows {
     rows: Py<PyArray1<i32>>,
@@ -43,24 +44,31 @@ pub struct DirtyRows {
 
 #[pymethods]
 impl DirtyRows {
+    #[doc = text!("DirtyRows.rows")]
     #[getter]
     fn rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.rows.bind(py).clone()
     }
+    #[doc = text!("DirtyRows.start")]
     #[getter]
     fn start<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.start.bind(py).clone()
     }
+    #[doc = text!("DirtyRows.stop")]
     #[getter]
     fn stop<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.stop.bind(py).clone()
     }
+    #[doc = text!("DirtyRows.generation")]
     #[getter]
     fn generation<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         self.generation.bind(py).clone()
     }
     fn __len__(&self, py: Python<'_>) -> usize {
         self.rows.bind(py).len()
+    }
+    fn __repr__(&self, py: Python<'_>) -> String {
+        format!("DirtyRows({})", repr::counted(self.__len__(py), "row"))
     }
 }
 
@@ -79,7 +87,7 @@ where
         Ok(array) if array.is_c_contiguous() => Ok(array.clone()),
         _ => {
             let message = format!(
-                "{name} is {}: allowed is {wanted}, C-contiguous",
+                "{name} is {}: allowed is {wanted}, C-contiguous; np.zeros makes one",
                 describe(value)
             );
             Err(error(value.py(), "InvalidConfig", message, &[]))
@@ -205,22 +213,27 @@ impl BlockTables {
 
 #[pymethods]
 impl BlockTables {
+    #[doc = text!("BlockTables.block_table")]
     #[getter]
     fn block_table<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<i32>> {
         self.block_table.bind(py).clone()
     }
+    #[doc = text!("BlockTables.seq_lens")]
     #[getter]
     fn seq_lens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.seq_lens.bind(py).clone()
     }
+    #[doc = text!("BlockTables.slot_mapping")]
     #[getter]
     fn slot_mapping<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         self.slot_mapping.bind(py).clone()
     }
+    #[doc = text!("BlockTables.query_start_loc")]
     #[getter]
     fn query_start_loc<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.query_start_loc.bind(py).clone()
     }
+    #[doc = text!("BlockTables.csr")]
     fn csr(
         &self,
         py: Python<'_>,
@@ -288,6 +301,7 @@ impl BlockTables {
         Ok((sizes.groups, sizes.rows, sizes.shared, sizes.own))
     }
 
+    #[doc = text!("BlockTables.dirty_rows")]
     fn dirty_rows(&self, py: Python<'_>) -> PyResult<DirtyRows> {
         let dirty = self.with(py, |rows, _| rows.dirty_rows().to_vec())?;
         let column = |of: fn(&DirtyRow) -> u32| {
@@ -303,6 +317,7 @@ impl BlockTables {
         })
     }
 
+    #[doc = text!("BlockTables.generations")]
     fn generations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let found = self.with(py, |rows, _| {
             let all = rows.generations().iter();
@@ -311,24 +326,41 @@ impl BlockTables {
         Ok(found.into_pyarray(py))
     }
 
+    #[doc = text!("BlockTables.null_entry")]
     #[getter]
     fn null_entry(&self) -> i32 {
         self.null_entry
     }
+    #[doc = text!("BlockTables.kernel_block_size")]
     #[getter]
     pub fn kernel_block_size(&self) -> u32 {
         self.kernel_block_size
     }
+    #[doc = text!("BlockTables.page_order")]
     #[getter]
     pub fn page_order(&self) -> u32 {
         self.page_order
     }
+    #[doc = text!("BlockTables.num_rows")]
     #[getter]
     fn num_rows(&self) -> usize {
         self.num_rows.load(Ordering::Relaxed)
     }
+    #[doc = text!("BlockTables.num_tokens")]
     #[getter]
     fn num_tokens(&self) -> usize {
         self.num_tokens.load(Ordering::Relaxed)
+    }
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let [rows, width, slots] = slf.get().shape(slf.py());
+        let size = format!("{rows} rows of {width} entries, {slots} slots");
+        let attributes = [
+            "num_rows",
+            "num_tokens",
+            "kernel_block_size",
+            "page_order",
+            "null_entry",
+        ];
+        repr::with_attributes(slf, size, &attributes)
     }
 }

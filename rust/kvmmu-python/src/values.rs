@@ -8,6 +8,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::{core_error, error};
+use crate::repr;
 
 /// Pairs of block numbers as an array of shape [n, 2]. `as_element` is the identity, or the cast
 /// to int32: block numbers are below 2^31.
@@ -66,63 +67,86 @@ pub fn copies<'py>(py: Python<'py>, found: &[[u32; 2]]) -> Bound<'py, PyArray2<i
     make(found)
 }
 
-/// Numbers about one sequence.
+#[doc = text!("SequenceInfo")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct SequenceInfo(pub kvmmu::SequenceInfo);
 
 #[pymethods]
 impl SequenceInfo {
+    #[doc = text!("SequenceInfo.num_tokens")]
     #[getter]
     fn num_tokens(&self) -> u32 {
         self.0.num_tokens
     }
+    #[doc = text!("SequenceInfo.num_cached_tokens")]
     #[getter]
     fn num_cached_tokens(&self) -> u32 {
         self.0.num_cached_tokens
     }
+    #[doc = text!("SequenceInfo.num_scheduled")]
     #[getter]
     fn num_scheduled(&self) -> u32 {
         self.0.num_scheduled
     }
+    #[doc = text!("SequenceInfo.num_written")]
     #[getter]
     fn num_written(&self) -> u32 {
         self.0.num_written
     }
+    #[doc = text!("SequenceInfo.num_blocks")]
     #[getter]
     fn num_blocks(&self) -> u32 {
         self.0.num_blocks
     }
+    #[doc = text!("SequenceInfo.num_runs")]
     #[getter]
     fn num_runs(&self) -> u32 {
         self.0.num_runs
     }
+    #[doc = text!("SequenceInfo.num_released")]
     #[getter]
     fn num_released(&self) -> u32 {
         self.0.num_released
     }
+    #[doc = text!("SequenceInfo.pages")]
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         by_order(py, &self.0.pages.map(u64::from))
     }
+    #[doc = text!("SequenceInfo.regions")]
     #[getter]
     fn regions(&self) -> u32 {
         self.0.regions
     }
+    #[doc = text!("SequenceInfo.held")]
     #[getter]
     fn held(&self) -> u32 {
         self.0.held
     }
-    fn __repr__(&self) -> String {
-        format!("{:?}", self.0)
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let attributes = [
+            "num_tokens",
+            "num_cached_tokens",
+            "num_scheduled",
+            "num_written",
+            "num_blocks",
+            "num_runs",
+            "num_released",
+            "pages",
+            "regions",
+            "held",
+        ];
+        repr::with_attributes(slf, String::new(), &attributes)
     }
 }
 
-/// Whether a prompt could be opened.
+#[doc = text!("Quote")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct Quote(pub kvmmu::Quote);
 
 #[pymethods]
 impl Quote {
+    #[doc = text!("Quote.when")]
     #[getter]
     fn when(&self) -> &'static str {
         match self.0.when {
@@ -133,28 +157,33 @@ impl Quote {
             kvmmu::When::Never => "never",
         }
     }
+    #[doc = text!("Quote.moves")]
     #[getter]
     fn moves(&self) -> u32 {
         self.0.moves
     }
+    #[doc = text!("Quote.needed")]
     #[getter]
     fn needed(&self) -> u32 {
         self.0.needed
     }
+    #[doc = text!("Quote.available")]
     #[getter]
     fn available(&self) -> u32 {
         self.0.available
     }
+    #[doc = text!("Quote.num_cached_tokens")]
     #[getter]
     fn num_cached_tokens(&self) -> u32 {
         self.0.num_cached_tokens
     }
-    fn __repr__(&self) -> String {
-        format!("{:?}", self.0)
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let attributes = ["when", "moves", "needed", "available", "num_cached_tokens"];
+        repr::with_attributes(slf, String::new(), &attributes)
     }
 }
 
-/// What every block is, as arrays.
+#[doc = text!("BlockMap")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct BlockMap {
     states: Py<PyArray1<u8>>,
@@ -197,26 +226,32 @@ impl BlockMap {
     #[classattr]
     const EVICTABLE: u8 = kvmmu::BlockMap::EVICTABLE;
 
+    #[doc = text!("BlockMap.states")]
     #[getter]
     fn states(&self, py: Python<'_>) -> Py<PyArray1<u8>> {
         self.states.clone_ref(py)
     }
+    #[doc = text!("BlockMap.references")]
     #[getter]
     fn references(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
         self.references.clone_ref(py)
     }
+    #[doc = text!("BlockMap.sequences")]
     #[getter]
     fn sequences(&self, py: Python<'_>) -> Py<PyArray1<i64>> {
         self.sequences.clone_ref(py)
     }
+    #[doc = text!("BlockMap.logical")]
     #[getter]
     fn logical(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
         self.logical.clone_ref(py)
     }
+    #[doc = text!("BlockMap.orders")]
     #[getter]
     fn orders(&self, py: Python<'_>) -> Py<PyArray1<i8>> {
         self.orders.clone_ref(py)
     }
+    #[doc = text!("BlockMap.flags")]
     #[getter]
     fn flags(&self, py: Python<'_>) -> Py<PyArray1<u8>> {
         self.flags.clone_ref(py)
@@ -224,9 +259,12 @@ impl BlockMap {
     fn __len__(&self, py: Python<'_>) -> usize {
         self.states.bind(py).len()
     }
+    fn __repr__(&self, py: Python<'_>) -> String {
+        format!("BlockMap({})", repr::counted(self.__len__(py), "block"))
+    }
 }
 
-/// How scattered memory is.
+#[doc = text!("Measure")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct Measure(pub kvmmu::Measure);
 
@@ -238,75 +276,112 @@ impl Measure {
 
 #[pymethods]
 impl Measure {
+    #[doc = text!("Measure.ratio_empty")]
     #[getter]
     fn ratio_empty(&self) -> f64 {
         self.0.ratio_empty()
     }
+    #[doc = text!("Measure.ratio_available")]
     #[getter]
     fn ratio_available(&self) -> f64 {
         self.0.ratio_available()
     }
+    #[doc = text!("Measure.empty")]
     #[getter]
     fn empty(&self) -> u32 {
         self.0.empty.total
     }
+    #[doc = text!("Measure.available")]
     #[getter]
     fn available(&self) -> u32 {
         self.available_runs().total
     }
+    #[doc = text!("Measure.largest_run_empty")]
     #[getter]
     fn largest_run_empty(&self) -> u32 {
         self.0.empty.largest
     }
+    #[doc = text!("Measure.largest_run_available")]
     #[getter]
     fn largest_run_available(&self) -> u32 {
         self.available_runs().largest
     }
+    #[doc = text!("Measure.free_windows")]
     #[getter]
     fn free_windows(&self) -> u32 {
         self.available_runs().free_windows
     }
+    #[doc = text!("Measure.run_histogram")]
     #[getter]
     fn run_histogram<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         let histogram = self.available_runs().histogram;
         histogram.map(|runs| runs as i64).to_vec().into_pyarray(py)
     }
+    #[doc = text!("Measure.sequences")]
     #[getter]
     fn sequences(&self) -> u32 {
         self.0.sequences
     }
+    #[doc = text!("Measure.runs")]
     #[getter]
     fn runs(&self) -> u64 {
         self.0.runs
     }
+    #[doc = text!("Measure.runs_per_sequence")]
     #[getter]
     fn runs_per_sequence(&self) -> f64 {
         self.0.runs_per_sequence()
     }
+    #[doc = text!("Measure.unused_slots")]
     #[getter]
     fn unused_slots(&self) -> u64 {
         self.0.unused_slots
     }
+    #[doc = text!("Measure.pages")]
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         by_order(py, &self.0.pages)
     }
+    #[doc = text!("Measure.regions")]
     #[getter]
     fn regions(&self) -> u64 {
         self.0.regions
     }
+    #[doc = text!("Measure.table_nodes")]
     #[getter]
     fn table_nodes(&self) -> u32 {
         self.0.table_nodes
     }
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let attributes = [
+            "ratio_empty",
+            "ratio_available",
+            "empty",
+            "available",
+            "largest_run_empty",
+            "largest_run_available",
+            "free_windows",
+            "run_histogram",
+            "sequences",
+            "runs",
+            "runs_per_sequence",
+            "unused_slots",
+            "pages",
+            "regions",
+            "table_nodes",
+        ];
+        repr::with_attributes(slf, String::new(), &attributes)
+    }
 }
 
-/// Proposed moves, and the number of the recorded call that proposed them.
+#[doc = text!("Plan")]
+// Beside the plan the number of the recorded call that proposed it.
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct Plan(pub kvmmu::Plan, pub u64);
 
 #[pymethods]
 impl Plan {
+    #[doc = text!("Plan.goal")]
     #[getter]
     fn goal(&self) -> String {
         match self.0.goal {
@@ -318,18 +393,22 @@ impl Plan {
             kvmmu::Goal::Background => "background".into(),
         }
     }
+    #[doc = text!("Plan.pairs")]
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u32>> {
         pairs(py, &self.0.pairs, |block| block)
     }
+    #[doc = text!("Plan.complete")]
     #[getter]
     fn complete(&self) -> bool {
         self.0.complete
     }
+    #[doc = text!("Plan.remaining")]
     #[getter]
     fn remaining(&self) -> u32 {
         self.0.remaining
     }
+    #[doc = text!("Plan.parts")]
     #[getter]
     fn parts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
@@ -338,14 +417,17 @@ impl Plan {
         }
         Ok(dict)
     }
+    #[doc = text!("Plan.predicted_run")]
     #[getter]
     fn predicted_run(&self) -> u32 {
         self.0.predicted_run()
     }
+    #[doc = text!("Plan.predicted_ratio")]
     #[getter]
     fn predicted_ratio(&self) -> f64 {
         self.0.predicted_ratio()
     }
+    #[doc = text!("Plan.predicted_windows")]
     #[getter]
     fn predicted_windows(&self) -> u32 {
         self.0.predicted_windows()
@@ -353,33 +435,42 @@ impl Plan {
     fn __len__(&self) -> usize {
         self.0.pairs.len()
     }
-    fn __repr__(&self) -> String {
-        format!(
-            "Plan({}, {} moves, {} remaining)",
-            self.goal(),
-            self.0.pairs.len(),
-            self.0.remaining
-        )
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let size = repr::counted(slf.get().__len__(), "move");
+        let attributes = [
+            "goal",
+            "complete",
+            "remaining",
+            "parts",
+            "predicted_run",
+            "predicted_ratio",
+            "predicted_windows",
+        ];
+        repr::with_attributes(slf, size, &attributes)
     }
 }
 
-/// Moves that have begun.
+#[doc = text!("Moves")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct Moves(pub kvmmu::Moves);
 
 #[pymethods]
 impl Moves {
+    #[doc = text!("Moves.epoch")]
     #[getter]
     fn epoch(&self) -> u64 {
         self.0.epoch()
     }
+    #[doc = text!("Moves.pairs")]
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u32>> {
         pairs(py, self.0.pairs(), |block| block)
     }
+    #[doc = text!("Moves.to_bytes")]
     fn to_bytes(&self) -> Vec<u8> {
         self.0.to_bytes()
     }
+    #[doc = text!("Moves.from_bytes")]
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         kvmmu::Moves::from_bytes(data)
@@ -389,16 +480,13 @@ impl Moves {
     fn __len__(&self) -> usize {
         self.0.pairs().len()
     }
-    fn __repr__(&self) -> String {
-        format!(
-            "Moves(epoch {}, {} moves)",
-            self.0.epoch(),
-            self.0.pairs().len()
-        )
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let size = repr::counted(slf.get().__len__(), "move");
+        repr::with_attributes(slf, size, &["epoch"])
     }
 }
 
-/// What became of published blocks.
+#[doc = text!("Events")]
 #[pyclass(frozen, module = "kvmmu._core")]
 pub struct Events {
     found: kvmmu::Events,
@@ -457,14 +545,17 @@ impl Events {
     #[classattr]
     const MOVED: u8 = 2;
 
+    #[doc = text!("Events.lost")]
     #[getter]
     fn lost(&self) -> u64 {
         self.found.lost
     }
+    #[doc = text!("Events.next")]
     #[getter]
     fn next(&self) -> u64 {
         self.found.next
     }
+    #[doc = text!("Events.number")]
     #[getter]
     fn number<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         let count = self.found.events.len() as i64;
@@ -476,6 +567,7 @@ impl Events {
         };
         numbers.into_pyarray(py)
     }
+    #[doc = text!("Events.kind")]
     #[getter]
     fn kind<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u8>> {
         self.each(py, |event| match event.kind {
@@ -484,26 +576,32 @@ impl Events {
             kvmmu::Kind::Moved => Self::MOVED,
         })
     }
+    #[doc = text!("Events.block")]
     #[getter]
     fn block<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.each(py, |event| event.block as i32)
     }
+    #[doc = text!("Events.moved_to")]
     #[getter]
     fn moved_to<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
         self.each(py, |event| event.moved_to.map_or(-1, |block| block as i32))
     }
+    #[doc = text!("Events.hash")]
     #[getter]
     fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u64>> {
         self.words(py, |event| event.hash)
     }
+    #[doc = text!("Events.parent")]
     #[getter]
     fn parent<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<u64>> {
         self.words(py, |event| event.parent)
     }
+    #[doc = text!("Events.tokens")]
     #[getter]
     fn tokens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<i32>> {
         shaped(py, self.found.tokens.clone(), self.found.block_size)
     }
+    #[doc = text!("Events.keys")]
     #[getter]
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
@@ -518,13 +616,9 @@ impl Events {
     fn __len__(&self) -> usize {
         self.found.events.len()
     }
-    fn __repr__(&self) -> String {
-        format!(
-            "Events({} before {}, {} lost)",
-            self.found.events.len(),
-            self.found.next,
-            self.found.lost
-        )
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let size = repr::counted(slf.get().__len__(), "event");
+        repr::with_attributes(slf, size, &["lost", "next"])
     }
 }
 

@@ -257,11 +257,9 @@ pub fn begin(py: Python<'_>, name: &str, config: &Config) -> PyResult<Recording>
 /// What the calls are made on: the arguments of `MMU`, as JSON.
 fn head(config: &Config) -> String {
     let optional = |value: Option<String>| value.unwrap_or_else(|| "null".into());
-    let (placement, seed) = match config.placement {
-        Placement::AddressOrder => ("address", 0),
-        Placement::Fullest => ("fullest", 0),
-        Placement::Fifo => ("fifo", 0),
-        Placement::Scatter { seed } => ("scatter", seed as i64),
+    let seed = match config.placement {
+        Placement::Scatter { seed } => seed as i64,
+        _ => 0,
     };
     let eviction = match config.eviction {
         Eviction::Lru => "lru",
@@ -279,7 +277,7 @@ fn head(config: &Config) -> String {
         ("null_block", config.null_block.to_string()),
         ("table_nodes", config.table_nodes.to_string()),
         ("prefix_caching", config.prefix_caching.to_string()),
-        ("placement", format!("{placement:?}")),
+        ("placement", format!("{:?}", config.placement.name())),
         ("budget_blocks", config.budget_blocks.to_string()),
         ("windows_below", config.windows_below.to_string()),
         (

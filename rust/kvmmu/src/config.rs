@@ -219,7 +219,7 @@ impl Config {
         range("events", self.events, 0, MAX_EVENTS)?;
         if self.events > 0 && !self.prefix_caching {
             return Err(Error::InvalidConfig(format!(
-                "events = {} with prefix_caching = false: allowed is 0, for nothing is published",
+                "events = {} with prefix_caching = False: allowed is 0, for nothing is published",
                 self.events
             )));
         }
@@ -232,10 +232,13 @@ impl Config {
                 "{name} = {value}: allowed is 0 to {text}"
             )))
         };
-        if self.guarantee.is_some() && self.placement != Placement::AddressOrder {
+        if let Some(slack) = self.guarantee
+            && self.placement != Placement::AddressOrder
+        {
             return Err(Error::InvalidConfig(format!(
-                "guarantee = {:?} with placement = {:?}: allowed is AddressOrder",
-                self.guarantee, self.placement
+                "guarantee = {slack} with placement = \"{}\": allowed is \"{}\"",
+                self.placement.name(),
+                Placement::AddressOrder.name()
             )));
         }
         share("windows_below", self.windows_below, 1.0, "1")?;

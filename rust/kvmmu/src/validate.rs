@@ -29,6 +29,11 @@ macro_rules! ensure {
     };
 }
 
+/// For a message: what it is, if it is anything.
+fn or_none(value: Option<u32>) -> String {
+    value.map_or_else(|| "none".into(), |value| value.to_string())
+}
+
 /// What all page tables map.
 #[derive(Default)]
 struct Mappings {
@@ -126,7 +131,8 @@ impl Mmu {
                 let looked = self.table.look((slot, seq.generation), index);
                 ensure!(
                     looked == Some(block),
-                    "slot {slot}: logical block {index} maps {block}, without a lock it is {looked:?}"
+                    "slot {slot}: logical block {index} maps {block}, without a lock it is {}",
+                    or_none(looked)
                 );
                 runs += u32::from(last == NONE || block != last + 1);
                 last = block;
@@ -194,7 +200,7 @@ impl Mmu {
                 ensure!(held.insert(block), "block {block} is held twice");
                 ensure!(
                     !self.pool.is_empty(block) && self.pool.word(block) == Word::PRIVATE,
-                    "block {block} is held, and {:?}",
+                    "block {block} is held, and {}",
                     self.pool.state(block)
                 );
                 ensure!(
@@ -256,7 +262,7 @@ impl Mmu {
             let counted = mapped + pins + moves;
             ensure!(
                 held == counted,
-                "block {block} ({state:?}) has {held} references: {mapped} mappings, {pins} pins and leases, {moves} moves"
+                "block {block} ({state}) has {held} references: {mapped} mappings, {pins} pins and leases, {moves} moves"
             );
             ensure!(
                 state != State::InUse || held > 0,
@@ -296,17 +302,17 @@ impl Mmu {
                 state == State::Cached && !word.is_moving() && !shared.is_cooling(block);
             ensure!(
                 self.pool.is_evictable(block) == evictable,
-                "block {block} ({state:?}): evictable {evictable}, the index of it disagrees"
+                "block {block} ({state}): evictable {evictable}, the index of it disagrees"
             );
             count.available += u32::from(evictable || state == State::Empty);
             let stuck = kept || state != State::Empty && self.must_be_stuck(shared, block);
             ensure!(
                 self.pool.is_stuck(block) == stuck,
-                "block {block} ({state:?}): stuck {stuck}, the index of it disagrees"
+                "block {block} ({state}): stuck {stuck}, the index of it disagrees"
             );
             ensure!(
                 !shared.is_cooling(block) || state == State::Cached,
-                "block {block} ({state:?}) is cooling"
+                "block {block} ({state}) is cooling"
             );
         }
         self.pool.audit_credits().map_err(Broken)?;
@@ -374,7 +380,9 @@ impl Mmu {
             let order = u32::try_from(map.orders[at]).ok();
             ensure!(
                 order == largest,
-                "the map says block {block} lies in a page of order {order:?}, mapped is {largest:?}"
+                "the map says block {block} lies in a page of order {}, mapped is {}",
+                or_none(order),
+                or_none(largest)
             );
             let (sequence, logical) = (map.sequences[at], map.logical[at]);
             let Some(order) = order else {
@@ -392,7 +400,8 @@ impl Mmu {
             });
             ensure!(
                 whose.is_some_and(|pte| pte.block() == block && pte.order() == order),
-                "the map says block {block} is {logical} of {sequence} by order {order}, there is {whose:?}"
+                "the map says block {block} is {logical} of {sequence} by order {order}, there is {}",
+                or_none(whose.map(|pte| pte.block()))
             );
         }
         Ok(())
@@ -407,7 +416,7 @@ impl Mmu {
                 Ok(())
             }
             state => Err(format!(
-                "block {block} ({state:?}) stands in the order of eviction"
+                "block {block} ({state}) stands in the order of eviction"
             )),
         };
         shared.index.check_order(each).map_err(Broken)?;
@@ -427,7 +436,7 @@ impl Mmu {
             ensure!(fenced.insert(block), "block {block} waits twice for a step");
             ensure!(
                 self.pool.state(block) == State::Fenced,
-                "block {block} ({:?}) waits for a step",
+                "block {block} ({}) waits for a step",
                 self.pool.state(block)
             );
         }
@@ -451,7 +460,7 @@ impl Mmu {
                 );
                 ensure!(
                     self.pool.state(m.destination) == State::Destined,
-                    "move {index} of epoch {epoch}: its destination {} is {:?}",
+                    "move {index} of epoch {epoch}: its destination {} is {}",
                     m.destination,
                     self.pool.state(m.destination)
                 );

@@ -25,6 +25,18 @@ pub enum Placement {
     },
 }
 
+impl Placement {
+    /// What users call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AddressOrder => "address",
+            Self::Fullest => "fullest",
+            Self::Fifo => "fifo",
+            Self::Scatter { .. } => "scatter",
+        }
+    }
+}
+
 /// One end of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {

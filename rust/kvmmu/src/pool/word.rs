@@ -33,6 +33,20 @@ pub enum State {
     Offline,
 }
 
+impl std::fmt::Display for State {
+    /// As users know it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Empty => "empty",
+            Self::Destined => "destined",
+            Self::InUse => "in_use",
+            Self::Cached => "cached",
+            Self::Fenced => "fenced",
+            Self::Offline => "offline",
+        })
+    }
+}
+
 const TAG_SHIFT: u32 = 29;
 const CACHED: u32 = 1 << TAG_SHIFT;
 const FENCED: u32 = 2 << TAG_SHIFT;

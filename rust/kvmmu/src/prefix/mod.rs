@@ -544,8 +544,11 @@ impl Index {
         }
         match self.find(store, hash, node.parent, &tokens, node.key.as_deref()) {
             Some(found) if found == id => Ok(()),
-            found => Err(format!(
-                "block {block} hangs on node {id}, its content is found at {found:?}"
+            Some(found) => Err(format!(
+                "block {block} hangs on node {id}, its content is found at {found}"
+            )),
+            None => Err(format!(
+                "block {block} hangs on node {id}, its content is not found"
             )),
         }
     }
