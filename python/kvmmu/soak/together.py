@@ -79,9 +79,15 @@ def soak(
     with ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(told, stopping)
     ) as pool:
-        numbers: dict[Future[Soaked], int] = {
-            pool.submit(_one, number, task): number for number, task in enumerate(tasks)
-        }
+        # A terminal sends Ctrl-C to all of them: to a process that still imports, too, unless it
+        # starts with the signal blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            numbers: dict[Future[Soaked], int] = {
+                pool.submit(_one, number, task): number for number, task in enumerate(tasks)
+            }
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         waiting = set(numbers)
         try:
             while waiting:
