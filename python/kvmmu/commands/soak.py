@@ -358,7 +358,7 @@ def _progress(
     bars = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.completed:.2f} of {task.total:.2f} h"),
+        rich.progress.TextColumn("{task.completed:.3f} of {task.total:g} h"),
         rich.progress.TimeElapsedColumn(),
         console=console,
         transient=True,
