@@ -76,6 +76,8 @@ def test_weights_are_read_beside_the_file(tmp_path: Path) -> None:
     index.write_text(json.dumps({"metadata": {"total_size": 141_107_412_992}}))
     shape = shapes.read(path)
     assert (shape.weights, shape.weights_from) == (141_107_412_992, str(index))
+    index.write_text('{"metadata": {"total_size": 1e999}}')
+    assert shapes.read(path).weights == 1234
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,11 @@ def test_weights_are_read_beside_the_file(tmp_path: Path) -> None:
         ({"torch_dtype": "int4"}, "torch_dtype: int4 given, allowed: float32"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim: missing"),
         ({"text_config": 3}, "text_config: 3 given"),
+        ({"hidden_size": 8, "num_attention_heads": 16}, "head_dim: 0 given, allowed"),
+        (
+            {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2},
+            "layers that store KV: 0 given, allowed",
+        ),
     ],
 )
 def test_a_config_file_that_lacks_something_is_named(

@@ -169,6 +169,7 @@ VALUES = [
     ("compaction.auto_compact", "1", "1 given, allowed: true or false"),
     ("compaction.auto_compact", "on", '"on" given, allowed: true or false'),
     ("compaction.budget_us", "0", "0 given, allowed: above 0, or null for no limit"),
+    ("compaction.budget_us", "9" * 399, "999... given, allowed: a duration such as 200us"),
     ("prefix.eviction", "arc", '"arc" given, allowed: "lru" or "lfu"'),
     ("pages.page_orders", "[0, 10]", "10 given, allowed: a whole number, 0 to 9"),
     ("pages.page_orders", "[2]", "[2] given, allowed: 0 (single blocks) among them"),
@@ -256,6 +257,11 @@ CONTRADICTIONS = [
     (
         f"{MODEL}\npool: {{memory: 9MiB}}",
         "3: pool.memory: 9MiB given, allowed: at least two blocks",
+    ),
+    (
+        f"{MODEL}\npool: {{memory: 99999999TiB}}",
+        "3: pool.memory: 99999999TiB given, 20,971,519,790,283 blocks of 5,242,880 "
+        f"bytes, allowed: at most {MAX_BLOCKS:,}",
     ),
     (
         "paged_attention:\n\n  auto_defrag: true\ncompaction: {auto_compact: true}",
@@ -360,9 +366,9 @@ def accepted(field: Any, value: Any) -> bool:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(
-            value, strict=True
-        )
+        # Of a setting that may be null the limits stand inside of its annotation.
+        limited = Annotated[field.annotation, *field.metadata] if field.metadata else None
+        TypeAdapter(limited or field.annotation).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True
@@ -377,6 +383,10 @@ def test_every_setting_of_the_mmu_and_the_defaults_are_those_of_the_mmu() -> Non
         if name in ("num_blocks", "table_nodes", "max_blocks_per_sequence"):
             continue
         assert resolved.mmu[name] == parameter.default, name
+    for start in (0.2, 0.3, 0.5):  # an MMU lowers what it was not given, and so does a file
+        alone = Config.from_dict({"compaction": {"compaction_start": start}})
+        assert alone.resolve(num_blocks=8).mmu["compaction_stop"] == min(start, 0.3)
+        alone.mmu(8)
     named = Config.from_dict({"pool": {"table_nodes": 9, "max_blocks_per_sequence": 3}})
     assert set(named.resolve(num_blocks=8).mmu) | {"num_blocks"} == set(signature.parameters)
 
@@ -655,7 +665,7 @@ def test_what_is_missing_for_a_pool_is_named(files: Files) -> None:
         config.mmu()
     said = str(error.value)
     assert "pool.num_blocks: missing" in said
-    assert "2: paged_attention.page_size: in bytes, needed: model" in said
+    assert "2: paged_attention.page_size: in bytes, needed: a section model" in said
     assert "2: paged_attention.reserved_memory: in bytes" in said
     for wrong in (0, -1, True, 2.0, "8"):
         with pytest.raises(InvalidConfig, match="allowed is a whole number from 1"):
@@ -699,10 +709,13 @@ def test_preheating_an_mmu_leaves_it_as_it_was() -> None:
     few.validate()
 
 
-def test_importing_kvmmu_needs_neither_pydantic_nor_yaml() -> None:
+def test_importing_kvmmu_and_its_help_need_neither_pydantic_nor_yaml() -> None:
+    assert "Config" in dir(kvmmu)
     code = (
         "import sys; sys.modules.update(pydantic=None, yaml=None)\n"
-        "import kvmmu; kvmmu.MMU(8); 'Config' in dir(kvmmu) or sys.exit('not listed')\n"
+        "import inspect, kvmmu, pydoc; kvmmu.MMU(8)\n"
+        "'Config' in dir(kvmmu) and sys.exit('listed')\n"
+        "inspect.getmembers(kvmmu); pydoc.render_doc(kvmmu)\n"
         "try: kvmmu.Config\n"
         "except kvmmu.MissingExtra as error: print(error)\n"
     )

@@ -151,7 +151,7 @@ def test_a_pool_in_bytes_is_replayed_in_blocks(file: Path, tmp_path: Path) -> No
     file.write_text("pages: {page_size: 40MiB}\n")
     done = kvmmu("replay", "--sample", "--config", file)
     assert done.returncode == 2
-    assert f"{file}:1: pages.page_size: in bytes, needed: model" in done.stderr
+    assert f"{file}:1: pages.page_size: in bytes, needed: a section model" in done.stderr
 
 
 def test_the_reserve_holds_new_requests_back(file: Path, tmp_path: Path) -> None:

@@ -169,6 +169,9 @@ def test_what_the_engine_tells_is_counted_by_cause() -> None:
         (lambda w: w.watched.swapped(1.5), "from 0"),
         (lambda w: w.collector.add(w.mmu), r"'kv': allowed is one that is not taken: \['kv'\]"),
         (lambda w: w.collector.add(w.mmu, ""), "not empty"),
+        (lambda w: w.collector.add(w.mmu, "\ud800"), "name"),
+        (lambda w: w.collector.add(w.mmu, "x", sharing_expected="x"), "sharing_expected"),
+        (lambda w: w.collector.add(w.mmu, "x", sharing_expected=None), "sharing_expected"),
         (lambda w: w.collector.add(object(), "x"), "an MMU or a KVCache"),
         (lambda w: w.collector.add(w.mmu, "x", block_bytes=0), "from 1"),
         (lambda w: w.collector.add(w.mmu, "x", time_every=-1), "from 0"),
@@ -363,6 +366,12 @@ def test_a_port_that_is_taken_or_out_of_range_is_said_before_the_run() -> None:
             assert not out
             assert "--metrics-port" in errors
             assert said in errors
+
+
+@pytest.mark.parametrize("address", ["\ud800", "x" * 70 + ".example", "256.0.0.1"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be served on"):
+        metrics.serve(0, CollectorRegistry(), address=address)
 
 
 @pytest.fixture

@@ -348,6 +348,7 @@ HEAD = headed()
         (headed(version=2), "format 2"),
         (headed(b"{"), "cannot be read"),
         (headed(b"[]"), "cannot be read"),
+        (headed(b"[" * 100_000), "cannot be read"),
         (headed(b'{"kvmmu": 1, "mmu": 3}'), "cannot be read"),
         (HEAD + b"nonsense", "no frame"),
         (HEAD + framed(raw=2**32 - 1, stored=b"\0"), "at most"),

@@ -23,6 +23,7 @@ from kvmmu import (
     LimitExceeded,
     OutOfBlocks,
     OutOfTables,
+    Pool,
     UnknownSequence,
 )
 
@@ -289,6 +290,53 @@ def test_a_fenced_block_is_not_called_available() -> None:
     mmu.written(step)
     mmu.end_step(step)
     assert mmu.plan_free_run(8).complete
+
+
+@pytest.mark.parametrize(
+    "number", [2**63, -(2**63) - 1, 2**70, np.uint64(2**63), True, 1.0, "1", None]
+)
+def test_a_number_that_nobody_has_is_refused_whatever_it_is(number: Any) -> None:
+    """Numbers that do not fit 64 bits were OverflowError, and true was the step 1."""
+    mmu = MMU(8, 4)
+    buffers = tables(mmu)
+    sequence = mmu.open(ints(1, 2, 3))
+    step = mmu.begin_step()
+    before = mmu.states()
+    tokens, blocks = ints(1), longs(0)
+    calls = {
+        "sequence": [
+            lambda: mmu.append(number, tokens),
+            lambda: mmu.fork(number),
+            lambda: mmu.truncate(number, 0),
+            lambda: mmu.release_before(number, 0),
+            lambda: mmu.look(number, 0),
+            lambda: mmu.close(number),
+            lambda: mmu.info(number),
+            lambda: mmu.block_table(number),
+            lambda: mmu.regions(number),
+            lambda: mmu.translate(number, blocks),
+            lambda: mmu.lease(number, 0, 1),
+            lambda: mmu.plan_gather(number),
+        ],
+        "step": [
+            lambda: mmu.prepare(number, longs(sequence), buffers),
+            lambda: mmu.written(number),
+            lambda: mmu.cancel(number),
+            lambda: mmu.end_step(number),
+        ],
+        "lease": [lambda: mmu.end_lease(number)],
+        "seed": [lambda: MMU(8, seed=number), lambda: Pool(8, seed=number)],
+    }
+    for name, all_of_it in calls.items():
+        for call in all_of_it:
+            with pytest.raises(InvalidConfig, match=f"^{name} = "):
+                call()
+    for call in (mmu.written, mmu.cancel, mmu.end_step, mmu.end_lease):
+        with pytest.raises(InvalidConfig, match="from 0"):
+            call(-1)
+    mmu.end_step(step)
+    assert mmu.states() == before
+    mmu.validate()
 
 
 def test_used_up_tables_leave_a_sound_manager() -> None:

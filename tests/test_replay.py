@@ -12,7 +12,7 @@ from kvmmu.errors import InvalidConfig
 from kvmmu.replay import sample
 from kvmmu.replay.contents import contents
 from kvmmu.replay.cover import separable
-from kvmmu.replay.options import Options
+from kvmmu.replay.options import Options, in_range
 from kvmmu.replay.run import replay
 from kvmmu.replay.running import Running
 from kvmmu.replay.sharing import wasted
@@ -479,3 +479,11 @@ def test_page_sizes_are_served_and_told(orders: tuple[int, ...]) -> None:
 def test_page_sizes_that_no_pool_has_are_refused(orders: tuple[int, ...]) -> None:
     with pytest.raises(InvalidConfig, match="page-orders"):
         run(sample.small(3), page_orders=orders)
+
+
+def test_numbers_out_of_range_are_said_digit_by_digit() -> None:
+    said = "--seed: 9223372036854775808 given, allowed: 0 to 9223372036854775807"
+    with pytest.raises(InvalidConfig, match=said):
+        in_range("seed", 2**63, 0, 2**63 - 1)
+    with pytest.raises(InvalidConfig, match=r"--rate: nan given, allowed: 0.001 to 10"):
+        in_range("rate", float("nan"), 0.001, 10)

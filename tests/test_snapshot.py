@@ -156,6 +156,7 @@ def broken(change: Any) -> str:
     ("text", "says"),
     [
         ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "kvmmu_snapshot"),
         ('{"a": 1}', "kvmmu_snapshot"),
         (broken(lambda read: read.update(kvmmu_snapshot=99)), "format"),

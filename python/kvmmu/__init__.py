@@ -10,6 +10,7 @@ that the names in ``__all__`` need. ``KVCache`` and what belongs to it (``Sequen
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -195,6 +196,12 @@ _EXTRA = {
 """The same for names that need torch, or pydantic and PyYAML."""
 
 
+def _is_there(name: str) -> bool:
+    """Whether what a name needs is installed. Nothing is imported."""
+    needed = ("pydantic", "yaml") if _EXTRA[name] == "config" else ("torch",)
+    return all(find_spec(library) is not None for library in needed)
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _EXTRA:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -205,4 +212,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_EXTRA})
+    # Names that cannot be had would end whoever asks for each of them: help() does.
+    return sorted({*globals(), *__all__, *filter(_is_there, _EXTRA)})

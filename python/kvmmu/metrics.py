@@ -389,8 +389,11 @@ class Collector(_PrometheusCollector):
         mmu: Any = getattr(cache, "mmu", cache)
         if not callable(getattr(mmu, "measure", None)):
             raise InvalidConfig(f"cache = {cache!r}: allowed is an MMU or a KVCache")
-        if not isinstance(name, str) or not name:
+        # What prometheus-client cannot write would hide all other managers from whoever scrapes.
+        if not _is_text(name):
             raise InvalidConfig(f"name = {name!r}: allowed is a text that is not empty")
+        if not isinstance(sharing_expected, bool):
+            raise InvalidConfig(f"sharing_expected = {sharing_expected!r}: allowed is a bool")
         if not (
             isinstance(measure_every_s, (int, float))
             and not isinstance(measure_every_s, bool)
@@ -474,6 +477,15 @@ class Server:
         self.close()
 
 
+def _is_text(value: object) -> bool:
+    """Whether it is text with something in it, and can be written as UTF-8."""
+    return (
+        isinstance(value, str)
+        and bool(value)
+        and not any("\ud800" <= character <= "\udfff" for character in value)
+    )
+
+
 def serve(port: int, registry: CollectorRegistry, *, address: str = "127.0.0.1") -> Server:
     """Serves a registry over HTTP, in a thread of its own.
 
@@ -488,6 +500,6 @@ def serve(port: int, registry: CollectorRegistry, *, address: str = "127.0.0.1")
         raise InvalidConfig(f"port = {port!r}: allowed is 0 (any that is free) to 65535")
     try:
         return Server(*start_http_server(port, address, registry))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InvalidConfig(f"port = {port}: cannot be served on {address}: {reason}") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidConfig(f"port = {port}: cannot be served on {address!r}: {reason}") from None

@@ -130,7 +130,7 @@ def read(file: str | Path) -> Recording:
     try:
         head = json.loads(text)
         kvmmu, settings = str(head["kvmmu"]), dict(head["mmu"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidRecording(
             f"{file}: the head at {_HEAD.size} cannot be read: {error}", offset=_HEAD.size
         ) from None

@@ -110,7 +110,7 @@ class Snapshot:
         """
         try:
             read = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _refuse(f"not JSON ({error})")
         if not isinstance(read, dict) or "kvmmu_snapshot" not in read:
             _refuse("it has no 'kvmmu_snapshot'")

@@ -12,6 +12,7 @@ no V (DeepSeek-V2, arXiv 2405.04434), and each rank of tensor parallelism stores
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -195,6 +196,9 @@ def read(path: Path) -> Shape:
         hidden = None if "head_dim" in config else _whole(path, config, "hidden_size")
         dim = _whole(path, config, "head_dim", None if hidden is None else hidden // query_heads)
         v_dim = _whole(path, config, "v_head_dim", dim)
+    for what, number in (("layers that store KV", layers), ("head_dim", dim)):
+        if number < 1:
+            raise InvalidConfig(f"{path}: {what}: {number} given, allowed: a whole number from 1")
     weights, weights_from = _weights(path, whole, config)
     named = config.get("dtype", config.get("torch_dtype", whole.get("torch_dtype", "bfloat16")))
     dtype = str(named).removeprefix("torch.")
@@ -252,7 +256,7 @@ def _weights(
     if index.is_file():
         total = _json(index).get("metadata", {})
         size = total.get("total_size") if isinstance(total, dict) else None
-        if isinstance(size, int | float) and not isinstance(size, bool) and size > 0:
+        if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < math.inf:
             return int(size), str(index)
     alone = path.with_name("model.safetensors")
     if alone.is_file():

@@ -239,10 +239,10 @@ class Config(Sections):
             needed = "missing, needed: it, pool.memory with model, or num_blocks where it is built"
             missing.append((("pool", "num_blocks"), needed))
         if resolved.page_order is None:
-            needed = "in bytes, needed: model, or bytes_per_block where it is built"
+            needed = "in bytes, needed: a section model, or bytes_per_block where it is built"
             missing.append((("pages", "page_size"), needed))
         if resolved.reserved_blocks is None:
-            needed = "in bytes, needed: model, or bytes_per_block where it is built"
+            needed = "in bytes, needed: a section model, or bytes_per_block where it is built"
             missing.append((("memory", "reserved_memory"), needed))
         self._refuse(*missing)
         return resolved

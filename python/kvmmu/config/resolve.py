@@ -144,7 +144,7 @@ class _Resolving:
             "guarantee": compaction.guarantee,
             "gather_least": compaction.gather_least,
             "compaction_start": compaction.compaction_start,
-            "compaction_stop": compaction.compaction_stop,
+            "compaction_stop": compaction.stop,
             **{name: value for name, value in optional.items() if value is not None},
         }
         if self._orders is not None:
@@ -184,9 +184,14 @@ class _Resolving:
             if size is None:
                 self._say(("pool", "memory"), given, "blocks, once bytes a block are known (model)")
                 return
-            self._num_blocks = min(pool.memory // size - 1, MAX_BLOCKS)
-            if self._num_blocks < 1:
+            self._num_blocks = pool.memory // size - 1
+            if not 1 <= self._num_blocks <= MAX_BLOCKS:
                 text = f"{given} given, allowed: at least two blocks of {size:,} bytes"
+                if self._num_blocks > MAX_BLOCKS:
+                    text = (
+                        f"{given} given, {self._num_blocks:,} blocks of {size:,} bytes, allowed: "
+                        f"at most {MAX_BLOCKS:,}"
+                    )
                 self._faults.append((("pool", "memory"), text))
                 self._num_blocks = None
                 return
@@ -276,7 +281,7 @@ def _ignored(settings: Sections) -> Iterator[tuple[Keys, str, str]]:
         yield ("compaction", "windows_below"), windows, instead
     if start is None:
         instead = "there is no compaction.compaction_start"
-        yield ("compaction", "compaction_stop"), f"{compaction.compaction_stop:g}", instead
+        yield ("compaction", "compaction_stop"), f"{compaction.compaction_stop}", instead
     if pool.placement != "address":
         instead = "holds need pool.placement = address"
         yield ("pages", "hold_blocks"), f"{pages.hold_blocks}", instead

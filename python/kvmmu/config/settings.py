@@ -241,12 +241,19 @@ class Compaction(Section):
     """Gather sequences as far as each moved block saves so many runs; 0: never."""
     compaction_start: Ratio | None = None
     """Fragmentation ratio that starts a pass; takes the place of `windows_below`."""
-    compaction_stop: Ratio = 0.3
-    """Ratio below which it stops again."""
+    compaction_stop: Ratio | None = None
+    """Ratio below which it stops again; null: 0.3, or `compaction_start` where that is lower."""
+
+    @property
+    def stop(self) -> float:
+        """What `compaction_stop` comes to."""
+        if self.compaction_stop is not None:
+            return self.compaction_stop
+        return 0.3 if self.compaction_start is None else min(0.3, self.compaction_start)
 
     def contradictions(self) -> Iterator[tuple[Keys, str]]:
         start, stop = self.compaction_start, self.compaction_stop
-        if start is not None and stop > start:
+        if start is not None and stop is not None and stop > start:
             yield (
                 ("compaction_stop",),
                 f"{stop:g} given, allowed: 0 to compaction_start ({start:g})",

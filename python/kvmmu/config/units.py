@@ -93,9 +93,7 @@ def _time(value: Any, one: int, unit: str) -> float:
     allowed = f"{_TIME_ALLOWED}; a number alone is {unit}"
     if isinstance(value, str):
         return _quantity(value, _NANOSECONDS, allowed) / one
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"allowed: {allowed}")
-    if not (math.isfinite(value) and 0 <= value <= 1e18):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e18:
         raise ValueError(f"allowed: {allowed}")
     return float(value)
 

@@ -203,7 +203,14 @@ class Options:
 def in_range(name: str, value: float, low: float, high: float) -> None:
     """Raises InvalidConfig unless ``low <= value <= high``; NaN is never in range."""
     if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidConfig(f"{_flag(name)}: {value:g} given, allowed: {low:.12g} to {high:.12g}")
+        raise InvalidConfig(
+            f"{_flag(name)}: {_shown(value)} given, allowed: {_shown(low)} to {_shown(high)}"
+        )
+
+
+def _shown(number: float) -> str:
+    """Whole numbers digit by digit: those that differ in the last must not look the same."""
+    return str(number) if isinstance(number, int) else f"{number:.12g}"
 
 
 def _flag(name: str) -> str:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from typing import TYPE_CHECKING, Any
@@ -79,15 +81,10 @@ def soak(
     with ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(told, stopping)
     ) as pool:
-        # A terminal sends Ctrl-C to all of them: to a process that still imports, too, unless it
-        # starts with the signal blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _ctrl_c_later():
             numbers: dict[Future[Soaked], int] = {
                 pool.submit(_one, number, task): number for number, task in enumerate(tasks)
             }
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         waiting = set(numbers)
         try:
             while waiting:
@@ -108,11 +105,30 @@ def soak(
     return [results[number] for number in range(len(tasks))]
 
 
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Holds Ctrl-C back. Processes that are started meanwhile never get one: they inherit that, and
+    a new one imports for seconds before it could see to it itself."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(told: SynchronizedArray[float], stopping: Synchronized[int]) -> None:
-    """In a new process. Ctrl-C is the parent's business."""
+    """In a new process. Ctrl-C is the parent's business, and it ends with the parent."""
     global _told, _stopping
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _told, _stopping = told, stopping
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _one(number: int, task: Task) -> Soaked:

@@ -68,6 +68,26 @@ pub fn count(value: &Bound<'_, PyAny>, name: &str, least: u32) -> PyResult<u32> 
     integer(value, name, i64::from(least), i64::from(u32::MAX)).map(|number| number as u32)
 }
 
+/// The id of a sequence: any that there could be, so that one of nobody is unknown to the core.
+pub fn sequence(value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    integer(value, "sequence", i64::MIN, i64::MAX)
+}
+
+/// The number of a step.
+pub fn step(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    integer(value, "step", 0, i64::MAX).map(|number| number as u64)
+}
+
+/// The number of a lease.
+pub fn lease(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    integer(value, "lease", 0, i64::MAX).map(|number| number as u64)
+}
+
+/// What a pseudo-random order begins with.
+pub fn seed(value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    integer(value, "seed", i64::MIN, i64::MAX)
+}
+
 /// A number between 0 and 1.
 pub fn ratio(value: &Bound<'_, PyAny>, name: &str) -> PyResult<f64> {
     let number = if value.is_instance_of::<PyBool>() {

@@ -117,7 +117,7 @@ impl MMU {
         huge_from: Option<Any<'_, '_>>,
         hold_blocks: Option<Any<'_, '_>>,
         dedup: bool,
-        seed: i64,
+        #[pyo3(from_py_with = convert::seed)] seed: i64,
         eviction: Option<Any<'_, '_>>,
         page_aware: Option<Any<'_, '_>>,
         events: Option<Any<'_, '_>>,
@@ -267,7 +267,12 @@ impl MMU {
         })
     }
 
-    fn release_before(&self, py: Python<'_>, sequence: i64, token: Any<'_, '_>) -> PyResult<u32> {
+    fn release_before(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+        token: Any<'_, '_>,
+    ) -> PyResult<u32> {
         let token = count(token, "token", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, token.into()]);
         self.verb(py, Verb::ReleaseBefore, arguments, || {
@@ -275,7 +280,12 @@ impl MMU {
         })
     }
 
-    fn look(&self, py: Python<'_>, sequence: i64, block: Any<'_, '_>) -> PyResult<Option<u32>> {
+    fn look(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+        block: Any<'_, '_>,
+    ) -> PyResult<Option<u32>> {
         let index = count(block, "block", 0)?;
         self.get(py, |core| core.look(sequence, index))
     }
@@ -283,7 +293,7 @@ impl MMU {
     fn append<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         tokens: Any<'_, 'py>,
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let tokens = array::<i32>(tokens, "tokens")?;
@@ -297,7 +307,11 @@ impl MMU {
         Ok(values::copies(py, &copies))
     }
 
-    fn fork(&self, py: Python<'_>, sequence: i64) -> PyResult<i64> {
+    fn fork(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<i64> {
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
         let id = |id: &i64| Some(*id as u64);
         self.verb_of(py, Verb::Fork, arguments, id, |_| {
@@ -305,7 +319,12 @@ impl MMU {
         })
     }
 
-    fn truncate(&self, py: Python<'_>, sequence: i64, num_tokens: Any<'_, '_>) -> PyResult<()> {
+    fn truncate(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+        num_tokens: Any<'_, '_>,
+    ) -> PyResult<()> {
         let tokens = count(num_tokens, "num_tokens", 0)?;
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64, tokens.into()]);
         self.verb(py, Verb::Truncate, arguments, || {
@@ -313,28 +332,40 @@ impl MMU {
         })
     }
 
-    fn close(&self, py: Python<'_>, sequence: i64) -> PyResult<()> {
+    fn close(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[sequence as u64]);
         self.verb(py, Verb::Close, arguments, || {
             self.long(py, |core| core.close(sequence))
         })
     }
 
-    fn info(&self, py: Python<'_>, sequence: i64) -> PyResult<SequenceInfo> {
+    fn info(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<SequenceInfo> {
         self.call(py, |core| core.info(sequence)).map(SequenceInfo)
     }
 
     fn block_table<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = self.call(py, |core| core.block_table(sequence))?;
         let blocks: Vec<i32> = blocks.into_iter().map(|block| block as i32).collect();
         Ok(blocks.into_pyarray(py))
     }
 
-    fn regions<'py>(&self, py: Python<'py>, sequence: i64) -> PyResult<Regions<'py>> {
+    fn regions<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
+    ) -> PyResult<Regions<'py>> {
         let regions = self.call(py, |core| core.regions(sequence))?;
         let regions = regions
             .into_iter()
@@ -346,7 +377,7 @@ impl MMU {
     fn translate<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         positions: Any<'_, 'py>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let positions = array::<i64>(positions, "positions")?;
@@ -415,7 +446,7 @@ impl MMU {
     fn prepare<'py>(
         &self,
         py: Python<'py>,
-        step: u64,
+        #[pyo3(from_py_with = convert::step)] step: u64,
         sequences: Any<'_, 'py>,
         tables: &BlockTables,
         query_lens: Option<Any<'_, 'py>>,
@@ -443,21 +474,33 @@ impl MMU {
         Ok(values::copies(py, &copies))
     }
 
-    fn written(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+    fn written(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::step)] step: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::Written, arguments, || {
             self.call(py, |core| core.written(step))
         })
     }
 
-    fn cancel(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+    fn cancel(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::step)] step: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::Cancel, arguments, || {
             self.call(py, |core| core.cancel(step))
         })
     }
 
-    fn end_step(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+    fn end_step(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::step)] step: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[step]);
         self.verb(py, Verb::EndStep, arguments, || {
             self.call(py, |core| core.end_step(step))
@@ -555,7 +598,7 @@ impl MMU {
     fn lease<'py>(
         &self,
         py: Python<'py>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         start: Any<'_, '_>,
         stop: Any<'_, '_>,
     ) -> PyResult<(u64, Bound<'py, PyArray1<i64>>)> {
@@ -569,7 +612,11 @@ impl MMU {
         Ok((lease.id, numbers(py, lease.blocks)))
     }
 
-    fn end_lease(&self, py: Python<'_>, lease: u64) -> PyResult<()> {
+    fn end_lease(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = convert::lease)] lease: u64,
+    ) -> PyResult<()> {
         let arguments = |body: &mut Body<'_>| noted(body, &[lease]);
         self.verb(py, Verb::EndLease, arguments, || {
             self.call(py, |core| core.end_lease(lease))
@@ -737,7 +784,7 @@ impl MMU {
     fn plan_gather(
         &self,
         py: Python<'_>,
-        sequence: i64,
+        #[pyo3(from_py_with = convert::sequence)] sequence: i64,
         max_blocks: Option<Any<'_, '_>>,
     ) -> PyResult<Plan> {
         let most = limit(max_blocks)?;

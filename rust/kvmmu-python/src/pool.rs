@@ -59,7 +59,7 @@ impl Pool {
         placement: Option<Any<'_, '_>>,
         null_block: Option<Any<'_, '_>>,
         anchor: Option<Any<'_, '_>>,
-        seed: i64,
+        #[pyo3(from_py_with = convert::seed)] seed: i64,
     ) -> PyResult<Self> {
         let most = i64::from(kvmmu::MAX_BLOCKS);
         let num_blocks = integer(num_blocks, "num_blocks", 1, most)? as u32;
