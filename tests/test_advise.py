@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,56 @@ def test_every_row_says_where_it_comes_from() -> None:
             assert row.value
 
 
+@pytest.mark.parametrize("blocks", [1, 128, 512, 513, 1024, 8192])
+@pytest.mark.parametrize("orders", [(0,), (0, 9)])
+def test_the_page_table_takes_what_is_advised(blocks: int, orders: tuple[int, ...]) -> None:
+    """Nodes as the core counts them, of one more sequence."""
+    mmu = MMU(3 * 8192, 1, max_blocks_per_sequence=8192, page_orders=orders)
+    nodes = []
+    for tokens in (np.zeros(blocks), np.ones(blocks)):
+        sequence = mmu.open(tokens.astype(np.int32))
+        nodes.append(mmu.measure().table_nodes)
+    pages = mmu.info(sequence).pages
+    more, huge = nodes[1] - nodes[0], pages.get(9, 0)
+    if huge in (0, -(-blocks // 512)):
+        found = ((more - huge) * 4096 + more * 8 + sum(pages.values()) * 4) / blocks
+        assert sizing.page_table_bytes(blocks, huge=huge > 0) == found
+    else:
+        assert blocks == 513
+    assert sizing.page_table_bytes(8192) == pytest.approx(12.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("mean", "peak", "said"),
+    [
+        (None, None, "256 rows (without --mean-tokens, --peak or --trace)"),
+        (None, 40, "48 rows (1.2 x peak)"),
+        (3000.0, 40, "485 rows (max_num_seqs, at most)"),
+        (3000.0, None, "485 rows (max_num_seqs, at most)"),
+        (3000.0, 1000, "485 rows (max_num_seqs, at most)"),
+        (1e9, None, "1 row (max_num_seqs, at most)"),
+    ],
+)
+def test_tables_are_of_as_many_sequences_as_are_advised(
+    mean: float | None, peak: int | None, said: str
+) -> None:
+    pool = sizing.pool_of(shapes.find("llama-3.1-70b"), gpus.find("h100"), ranks=8)
+    load = sizing.Load(longest=131_072, mean_tokens=mean, peak=peak)
+    found = {row.what: row for row in sizing.rows(pool, load)}
+    assert found["block tables on the device"].source.startswith(f"{said} x 8,192 entries")
+    assert found["bytes a token"].source.endswith("80 layers x 1 KV head x (128 + 128) x 2 bytes")
+    assert "12.5 bytes a block" in found["page table in host memory"].source
+
+
+@pytest.mark.parametrize("size", [1, 16, 256, 4096])
+def test_numbers_of_one_are_told_as_one(size: int) -> None:
+    pool = sizing.pool_of(shapes.find("llama-3.1-70b"), gpus.find("h200"), ranks=8, block_size=size)
+    load = sizing.Load(longest=size, mean_tokens=float(size), peak=1)
+    for row in sizing.rows(pool, load):
+        text = f"{row.value} {row.source} {row.note}"
+        assert not re.search(r"(?<![\d.,])1 (blocks|rows|entries|KV heads|layers|tokens)\b", text)
+
+
 def test_max_num_seqs_lies_between_the_peak_and_the_capacity() -> None:
     pool = sizing.pool_of(shapes.find("llama-3.1-8b"), gpus.find("h100"))
 
@@ -383,6 +434,9 @@ def test_the_command_tells_all_and_writes_settings_that_load(tmp_path: Path) -> 
     ("arguments", "text"),
     [
         (("--model", "nothing", "--gpu", "h100"), "--model: nothing given"),
+        ((), "--model: none given, allowed: a config.json, or SmolLM2-135M, Llama"),
+        (("--model", "phi-4", "--gpu", "h100", "--limit", "3"), "3 given without --trace"),
+        (("--model", "phi-4", "--gpu", "h100", "--speed", "3"), "3 given without --trace"),
         (("--model", "phi-4"), "--gpu, --memory: none given"),
         (("--model", "phi-4", "--gpu", "x"), "--gpu: x given"),
         (("--model", "phi-4", "--memory", "80 bananas"), "--memory: 80 bananas given, allowed: a"),
@@ -406,4 +460,17 @@ def test_memory_and_bandwidth_may_be_told() -> None:
     assert done.returncode == 0
     assert "700 GB/s" in said(done)
     assert "--memory, --bandwidth" in said(done)
+    assert "compaction pays for this load" in said(done)
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_a_narrow_page_loses_nothing_of_what_is_told(columns: str) -> None:
+    done = kvmmu(
+        *("advise", "--model", "llama-3.1-70b", "--gpu", "h100", "--tensor-parallel", "8"),
+        *("--live", "0.9", "--shifts"),
+        COLUMNS=columns,
+    )
+    assert done.returncode == 0
+    assert "…" not in done.stdout
+    assert done.stdout.count("(") == done.stdout.count(")")
     assert "compaction pays for this load" in said(done)

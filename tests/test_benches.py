@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -20,6 +22,8 @@ sys.path.insert(0, str(ROOT / "benches"))
 
 from kvmmu import bench as of_the_wheel  # noqa: E402
 from kvmmu.bench.harness import of_the_core  # noqa: E402
+from kvmmu.bench.report import table  # noqa: E402
+from rich.console import Console  # noqa: E402
 
 import pages  # noqa: E402
 import pool  # noqa: E402
@@ -460,3 +464,21 @@ def test_every_workload_of_the_wheel_is_one_of_the_checkout_too() -> None:
     for name in of_the_wheel.NAMES:
         assert name in listed
         assert (ROOT / "python" / "kvmmu" / "bench" / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize("width", [60, 80, 119, 120, 150])
+def test_a_table_of_any_width_has_every_figure_whole(width: int) -> None:
+    bench = Bench(vllm=None)
+    bench.two_loops, bench.atomic_ns = 1.9, 5.1
+    goal = Goal(0.5, "ratio")
+    rows = [
+        Row("claim and release 5000 blocks", "ns/block", 123.4, "vLLM's BlockPool", 1234.0, goal),
+        Row("claim [none]", "bytes", 0.0001234),
+    ]
+    out = io.StringIO()
+    Console(width=width, file=out).print(table(rows, bench))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    words = set(re.sub("[│┃;,]", " ", out.getvalue()).split())
+    assert words >= {"123.4", "1234", "0.1", "24.2", "0.0001234", "yes", "BlockPool", "[none]"}
+    assert ("rival" in words) == (width >= 120)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from kvmmu import cli
+from kvmmu.commands.around import show
 
 FIELDS = {
     "requests", "finished", "refused", "preempted", "prefix_hit_rate", "prefix_hit_rate_listed",
@@ -164,8 +165,9 @@ def test_each_sabotage_exits_1_and_names_the_place(kind: str) -> None:
     [
         (["--blocks", "0"], "--blocks: 0 given, allowed: 1 to"),
         (["--blocks", "-5"], "allowed"),
-        (["--blocks", "many"], "--blocks"),
-        (["--blocks", "1.5"], "--blocks"),
+        (["--blocks", "many"], "kvmmu: --blocks: 'many' given, allowed: a whole number"),
+        (["--blocks", "1.5"], "--blocks: '1.5' given, allowed: a whole number"),
+        (["--step-ms", "long"], "kvmmu: --step-ms: 'long' given, allowed: a number"),
         (["--block-size", "0"], "allowed: 1 to 4096"),
         (["--budget-blocks", "0"], "allowed"),
         (["--max-running", "0"], "allowed: 1 to"),
@@ -177,10 +179,14 @@ def test_each_sabotage_exits_1_and_names_the_place(kind: str) -> None:
         (["--rate", "0"], "allowed"),
         (["--minutes", "0"], "allowed"),
         (["--seed", "-1"], "allowed"),
-        (["--compaction", "maybe"], "'on', 'off'"),
+        (["--compaction", "maybe"], "kvmmu: --compaction: 'maybe' given, allowed: on or off"),
         (["--placement", "best"], "allowed: address, fullest, fifo or scatter"),
         (["--eviction", "fifo"], "allowed: lru or lfu"),
-        (["--page-aware", "some"], "'on', 'off'"),
+        (["--page-aware", "some"], "--page-aware: 'some' given, allowed: on or off"),
+        (["--guarantee", "--placement", "fifo"], "--guarantee: given with --placement fifo, allo"),
+        (["--guarantee-slack", "2"], "--guarantee-slack: 2 given without --guarantee, allowed: "),
+        (["--minutes", "2"], "--minutes: 2 given without --sample article, allowed: with"),
+        (["--skip-bad-lines"], "--skip-bad-lines: given with --sample, allowed: with TRACE"),
         (["--sabotage", "all"], "allowed: skip-copy"),
         (["--page-orders", "2,9"], "0 among them"),
         (["--page-orders", "0,10"], "0 to 9"),
@@ -194,6 +200,96 @@ def test_a_bad_option_exits_2_and_says_what_is_allowed(arguments: list[str], wor
     done = kvmmu("replay", "--sample", *arguments)
     assert done.returncode == 2
     assert words in said(done)
+
+
+@pytest.mark.parametrize("option", ["--rate", "--minutes"])
+def test_what_a_sample_is_made_with_is_refused_with_a_trace(option: str, tmp_path: Path) -> None:
+    done = kvmmu("replay", tmp_path / "t", option, "4", COLUMNS="300")
+    assert done.returncode == 2
+    assert f"{option}: 4 given with TRACE ({tmp_path / 't'}), allowed: with --sample" in done.stderr
+
+
+OFF = ("--compaction off", "with compaction off, allowed: with --compaction on")
+ALONE = ("--one-at-a-time", "with --one-at-a-time, allowed: without it")
+
+
+@pytest.mark.parametrize("option", ["--budget-blocks 8", "--inject-faults 0.2", "--guarantee"])
+@pytest.mark.parametrize(("beside", "where"), [OFF, ALONE])
+def test_what_only_moves_take_is_refused_without_them(
+    option: str, beside: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(option, beside, where, capsys)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--compaction on", "--max-running 8", "--speed 2", "--prefill-tokens-per-s 9"),
+        *("--step-ms 3", "--hold-blocks 1", "--page-orders 0", "--page-aware off"),
+    ],
+)
+def test_what_only_a_clock_takes_is_refused_without_one(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(option, *ALONE, capsys)
+
+
+def refused(option: str, beside: str, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", "--sample", *beside.split(), *option.split()]) == 2
+    name, _, value = option.partition(" ")
+    given = f"{value} given" if value else "given"
+    assert capsys.readouterr().err == f"kvmmu: {name}: {given} {where}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["map", "x", "--by", "foo"], "--by: 'foo' given, allowed: state, sequence or page"),
+        (["map"], "FILE: none given; kvmmu map --help says what it is"),
+        (["fuzz", "a:b", "--driver", "x"], "--driver: 'x' given, allowed: random or hypothesis"),
+        (["soak", "drop", "--hours", "x"], "--hours: 'x' given, allowed: a number"),
+        (["config", "check", "x", "--blocks", "y"], "--blocks: 'y' given, allowed: a whole number"),
+        (["replay", "--sample=foo"], "--sample: 'foo' given, allowed: small or article"),
+    ],
+)
+def test_every_command_says_a_value_it_does_not_take_in_the_same_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err == f"kvmmu: {words}\n"
+
+
+@pytest.mark.parametrize("further", [[], ["--verify"], ["--one-at-a-time"]])
+def test_a_replay_that_refused_every_request_is_no_success(
+    further: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+    done = kvmmu("replay", "--sample", "--blocks", "10", "--limit", "9", "--json", file, *further)
+    figures = json.loads(file.read_text())
+    assert done.returncode == 1 and figures["refused"] == figures["requests"] == 9
+    needs = "request 0 needs 199 blocks of 16 tokens, the pool has 10"
+    assert done.stderr.startswith(f"kvmmu: check failed: every request was refused: {needs}\n")
+    assert ("nothing was verified" in done.stderr) == ("--verify" in further)
+
+
+def test_huge_pages_that_were_missed_are_told_where_there_could_be_any(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    for orders, told in (("0,2,9", True), ("0,2", False)):
+        done = kvmmu(
+            *("replay", "--sample", "--limit", "40", "--page-orders", orders, "--json", file)
+        )
+        missed = json.loads(file.read_text())["huge_missed"]
+        assert (f"huge pages missed {missed:,} regions" in said(done)) == told
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("120", 120), ("", 150), ("x", 150)])
+def test_columns_win_over_the_width_of_what_is_piped(
+    columns: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    show("word " * 100, piped_width=150)
+    longest = max(len(line) for line in capsys.readouterr().out.splitlines())
+    assert width - 5 <= longest <= width
 
 
 def test_no_trace_exits_2() -> None:

@@ -101,6 +101,21 @@ def test_a_replay_takes_the_settings_and_says_which_it_has_no_use_for(
     ]
 
 
+def test_settings_that_are_the_default_are_no_news(file: Path, tmp_path: Path) -> None:
+    """A whole file, as kvmmu writes it, names everything."""
+    file.write_text(Config().to_yaml())
+    assert replayed(tmp_path, "--config", file)[1] == ""
+    done = kvmmu(
+        *("advise", "--model", "llama-3.1-8b", "--gpu", "h100", "--write-config", file),
+        COLUMNS="80",
+    )
+    assert done.returncode == 0, said(done)
+    lines = file.read_text().splitlines()
+    device = 1 + next(n for n, line in enumerate(lines) if line.strip() == "device: cuda")
+    complaints = replayed(tmp_path, "--config", file)[1]
+    assert complaints == f"kvmmu: {file}:{device}: kvcache.device counts for nothing in a replay\n"
+
+
 def test_what_is_typed_wins_over_the_file(file: Path, tmp_path: Path) -> None:
     figures, _ = replayed(
         *(tmp_path, "--config", file, "--blocks", "1000", "--block-size", "8"),

@@ -167,7 +167,7 @@ def test_what_the_engine_tells_is_counted_by_cause() -> None:
         (lambda w: w.watched.waited("shape", True), "from 0"),
         (lambda w: w.watched.preempted(-1), "from 0"),
         (lambda w: w.watched.swapped(1.5), "from 0"),
-        (lambda w: w.collector.add(w.mmu), "taken"),
+        (lambda w: w.collector.add(w.mmu), r"'kv': allowed is one that is not taken: \['kv'\]"),
         (lambda w: w.collector.add(w.mmu, ""), "not empty"),
         (lambda w: w.collector.add(w.mmu, "\ud800"), "name"),
         (lambda w: w.collector.add(w.mmu, "x", sharing_expected="x"), "sharing_expected"),

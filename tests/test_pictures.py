@@ -614,11 +614,26 @@ def test_map_says_what_is_wrong_with_its_input(arguments: list[str], says: str) 
 def test_map_refuses_a_broken_snapshot_and_a_moment_of_one(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     file.write_text(snapshot(MMU(64, 4)).json())
-    assert "one moment" in said(kvmmu("map", file, "--at", "3s"))
+    for option, value in (
+        *(("--at", "3s"), ("--blocks", "100"), ("--block-size", "8"), ("--compaction", "off")),
+        *(("--placement", "fifo"), ("--speed", "2"), ("--seed", "1")),
+    ):
+        done = kvmmu("map", file, option, value)
+        assert done.returncode == 2
+        assert f"{option}: {value} given with a snapshot, which is of one moment" in said(done)
     file.write_text(file.read_text()[:-20])
     done = kvmmu("map", file)
     assert done.returncode == 2
     assert "no snapshot of kvmmu" in said(done)
+
+
+@pytest.mark.parametrize("text", ['{"trace": "x", "requests": 240}', '{\n "a": 1\n}', "[1, 2]"])
+def test_map_says_of_other_json_that_it_is_no_snapshot(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "o.json"
+    file.write_text(text)
+    done = kvmmu("map", file, COLUMNS="300")
+    assert done.returncode == 2
+    assert f"{file} is no snapshot of kvmmu: it has no 'kvmmu_snapshot'" in said(done)
 
 
 def test_replay_writes_a_page(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -24,11 +25,13 @@ from kvmmu.soak import scenario as scenarios
 from kvmmu.soak.concurrency import sustained
 from kvmmu.soak.figures import MEASURES
 from kvmmu.soak.policies import POLICIES, Chosen
+from kvmmu.soak.report import rates, table
 from kvmmu.soak.run import options_of, soak_one
-from kvmmu.soak.sensitivity import variants
+from kvmmu.soak.sensitivity import sensitivity, variants
 from kvmmu.soak.task import Task
 from kvmmu.soak.together import Soaked, alone, soak
 from kvmmu.soak.workload import requests
+from rich.console import Console
 
 SECONDS = 40
 MIX: dict[str, Any] = {
@@ -504,10 +507,19 @@ def test_the_sustained_rate_is_an_interval_and_paging_sustains_more_than_reserva
     tasks = [Task(scenario, policy, seed=1) for policy in ("plain", "contiguous-max")]
     plain, contiguous = sustained(tasks, probes=4)
     for one in (plain, contiguous):
-        assert one.holds < one.fails and len(one.probes) == 4
+        assert one.fails is not None and one.holds < one.fails and len(one.probes) == 4
         for rate, share in one.probes:
             assert (share < 0.005) == (rate <= one.holds)
     assert plain.concurrency > 1.5 * contiguous.concurrency
+
+
+def test_a_rate_that_was_never_tried_is_not_told_as_one_that_fails() -> None:
+    idle = changed(MIX, hours=10 / 3600, phases=[{"length": 100.0, "rate": 0.5}])
+    (found,) = sustained([Task(idle, "plain", seed=1)], probes=2)
+    assert [rate for rate, _ in found.probes] == [1.0, 1.25]
+    assert (found.holds, found.fails) == (1.25, None)
+    (row,) = [line for line in printed(rates(idle, [found])) if "plain" in line]
+    assert row.replace("│", " ").split()[:3] == ["plain", "1.250", "-"]
 
 
 def test_a_run_under_the_guarantee_says_how_it_stood() -> None:
@@ -536,6 +548,76 @@ def test_each_variant_changes_one_thing() -> None:
             assert one.task.rate * means == pytest.approx(0.3 * 64 + 0.7 * 2)
         elif one.what != "load":
             assert one.task.rate == 1.0
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+WORST = {
+    "running_mean": 255.9, "pool_used": 1.0, "timeouts_long": 1.0, "huge_cover": 1.0,
+    "free_windows": 1.0, "runs_long": 8192.0, "runs_all": 131.1, "moves_per_step": 32.0,
+}  # fmt: skip
+
+
+def printed(what: Any, width: int = 80) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(what)
+    lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return lines
+
+
+def told(policy: str, **figures: Any) -> dict[str, Any]:
+    everything = {measure.name: 1.0 for measure in MEASURES}
+    whole = {"policy": policy, "seed": 7, "simulated_s": 18.0, "interrupted": False}
+    return {**everything, **whole, **figures}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("policies", [1, 2, 5, 11])
+def test_policies_that_do_not_fit_stand_in_further_tables(policies: int, width: int) -> None:
+    """Nothing is folded and nothing is cut: each head and each figure is there as it is."""
+    names = list(POLICIES)[:policies]
+    results = [told(name, **WORST, requests=1e6 + number) for number, name in enumerate(names)]
+    lines = printed(table(scenarios.of(MIX), results, hours=0.005), width)
+    assert "…" not in "".join(lines)
+    heads = [word for line in lines if line.startswith("┃") for word in line.split("┃")]
+    assert [head.strip() for head in heads if head.strip()] == names
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    labels = [row[0] for row in cells]
+    asked = [measure.label.strip() for measure in MEASURES]
+    assert labels == asked * (len(labels) // len(asked))
+    asked_of = [f"{1e6 + number:,.0f}" for number in range(policies)]
+    assert [cell for row in cells if row[0] == "requests" for cell in row[1:]] == asked_of
+    if width == 200 and policies < 11:
+        assert labels == asked, "one table where there is room"
+
+
+def test_a_page_of_80_holds_all_that_is_told_of_the_sensitivity() -> None:
+    planned = variants(Task(scenarios.load("article-128k"), "plain", hours=0.003))
+    lines = printed(sensitivity(planned, [told(one.task.policy, **WORST) for one in planned]))
+    figures = ["255.9", "100.0", "100.00", "1.000", "1.000", "8192.0", "131.1", "32.00"]
+    rows = [line for line in lines if line.split()[-8:] == figures]
+    assert len(rows) == len(planned)
+    for one, row in zip(planned, rows, strict=True):
+        assert row.startswith(f"{one.what} {one.value} ") and f" {one.task.policy} " in row
+
+
+@pytest.mark.parametrize("hours", [0.003, 0.005, 0.25, 12.0])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_titles_say_the_time_as_asked_and_whether_it_was_reached(
+    hours: float, interrupted: bool
+) -> None:
+    result = told("plain", simulated_s=9.0, interrupted=interrupted)
+    scenario = scenarios.of(MIX)
+    planned = variants(Task(scenario, "plain", hours=hours))
+    for lines in (
+        printed(table(scenario, [result], hours=hours), 160),
+        printed(sensitivity(planned, [result] * len(planned)), 160),
+    ):
+        text = " ".join(" ".join(lines[:4]).split("┏")[0].split())
+        assert f" {hours:g} h" in text
+        assert ("(interrupted)" in text) == interrupted
+    lines = printed(table(scenario, [result], hours=hours))
+    assert any("simulated h" in line and "0.0025" in line for line in lines) == interrupted
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -605,6 +687,19 @@ def test_a_difference_that_verify_finds_is_exit_status_1(
         (("article-128k", "--processes", "0"), "--processes"),
         (("article-128k", "--json", "/nowhere/x.json"), "--json"),
         (("article-128k", "--concurrency", "--sensitivity"), "one of the two"),
+        (
+            ("article-128k", "--sensitivity", "--policy", "compaction"),
+            "--policy: compaction given with --sensitivity (of plain, fallback, compaction), "
+            "allowed: without it",
+        ),
+        (("drop", "--sensitivity", "--config", "x"), "--config: x given with --sensitivity"),
+        (("drop", "--sensitivity", "--html", "x"), "--html: x given with --sensitivity"),
+        (("drop", "--sensitivity", "--metrics-port", "1"), "--metrics-port: 1 given with --sens"),
+        (("drop", "--sensitivity", "--probes", "3"), "--probes: 3 given without --concurrency"),
+        (("drop", "--concurrency", "--html", "x"), "--html: x given with --concurrency"),
+        (("drop", "--concurrency", "--metrics-port", "1"), "--metrics-port: 1 given with --conc"),
+        (("drop", "--concurrency", "--rate", "2"), "--rate: 2 given with --concurrency"),
+        (("drop", "--probes", "3"), "--probes: 3 given without --concurrency, allowed: with it"),
         (("mooncake",), "--trace: none given"),
         (("azure", "--trace", "/nowhere"), "/nowhere"),
         (("missing.yaml",), "missing.yaml"),

@@ -4,7 +4,8 @@ What lives here: :func:`main`, the exit codes, and the word for those who instal
 ``kvmmu[cli]``. What never lives here: commands (see :mod:`.commands`), and any import that may be
 missing.
 
-Exit codes: 0 fine, 1 a check failed, 2 bad input, 130 stopped with Ctrl-C.
+Exit codes: 0 fine, 1 a check failed (or had nothing to check: every request was refused), 2 bad
+input, 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations

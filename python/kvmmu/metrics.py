@@ -407,7 +407,9 @@ class Collector(_PrometheusCollector):
             raise InvalidConfig(f"block_bytes = {block_bytes!r}: allowed is a whole number from 1")
         with self._changing:
             if name in self._watched:
-                raise InvalidConfig(f"name = {name!r}: is taken, allowed is another")
+                raise InvalidConfig(
+                    f"name = {name!r}: allowed is one that is not taken: {[*self._watched]}"
+                )
             mmu.time_operations(time_every)
             watched = Watched(name, mmu, whole, block_bytes, sharing_expected, measure_every_s)
             self._watched = {**self._watched, name: watched}

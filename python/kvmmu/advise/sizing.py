@@ -34,8 +34,15 @@ __all__ = [
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 TABLE_ENTRY = 4
 """Bytes of an entry of the block table (int32)."""
-PAGE_TABLE_ENTRY = 8
-"""Bytes of an entry of the page table, in host memory."""
+NODE_ENTRIES, NODE_BYTES = 512, 4096
+"""Of a node of the page table, in host memory: a word an entry."""
+NODE_WORD = 8
+"""Bytes beside each node."""
+REVERSE_BYTES = 4
+"""Bytes in the reverse map of a page that is mapped once."""
+COUNTED_TOKENS = 131_072
+"""Of the sequence whose page table is counted."""
+COUNTED = "docs/performance.md"
 KERNEL_PAGE = 128
 """Tokens of the pages that kernels with a fast path for pages read."""
 _ADDRESS = 1 << 40
@@ -137,6 +144,22 @@ class BlockSize:
         return self.waste + self.table + self.again
 
 
+def page_table_bytes(blocks: int, *, huge: bool = False) -> float:
+    """Bytes a block in host memory of the page table of a sequence of so many blocks, all in single
+    blocks or in huge pages, as ``docs/performance.md`` counts them: nodes that are touched (those
+    below huge pages are in reserve), a word a node, the reverse map."""
+    leaves = -(-blocks // NODE_ENTRIES)
+    touched, pages = (1, leaves) if huge else (1 + leaves, blocks)
+    return (touched * NODE_BYTES + (1 + leaves) * NODE_WORD + pages * REVERSE_BYTES) / blocks
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what[:-1]}ies" if what.endswith("y") else f"{number:,} {what}s"
+
+
 def pool_of(
     shape: Shape,
     gpu: GPU,
@@ -197,15 +220,16 @@ def rows(pool: Pool, load: Load) -> Iterator[Row]:
 def _memory(pool: Pool, load: Load) -> Iterator[Row]:
     shape, gpu = pool.shape, pool.gpu
     heads = shape.heads_of_rank(pool.ranks)
-    kind = "one latent vector" if shape.latent else f"{heads} KV heads"
+    kind = "one latent vector" if shape.latent else counted(heads, "KV head")
+    width = f"({shape.head_dim} + {shape.v_head_dim})" if shape.v_head_dim else f"{shape.head_dim}"
     yield Row(
         "bytes a token",
         f"{shape.token_bytes(pool.ranks):,}",
-        f"{shape.source}: {shape.layers} layers x {kind} x "
-        f"{shape.head_dim + shape.v_head_dim} x {DTYPE_BYTES[shape.dtype]:g}",
+        f"{shape.source}: {counted(shape.layers, 'layer')} x {kind} x {width} x "
+        f"{DTYPE_BYTES[shape.dtype]:g} bytes",
         shape.note or ("of one rank" if pool.ranks > 1 else ""),
     )
-    yield Row("bytes a block", f"{pool.block_bytes:,}", f"x {pool.block_size} tokens")
+    yield Row("bytes a block", f"{pool.block_bytes:,}", f"x {counted(pool.block_size, 'token')}")
     yield Row("memory of a GPU", f"{gpu.memory / 2**30:.1f} GiB", gpu.source, gpu.name)
     yield Row(
         "weights of a GPU",
@@ -247,7 +271,7 @@ def _granules(pool: Pool) -> Iterator[Row]:
         size = found * pool.block_bytes
         yield Row(
             f"granule, {layout}",
-            f"{found} blocks",
+            counted(found, "block"),
             "Storage.granule: whole pages of 2 MiB in every region",
             f"{size / 2**20:,.0f} MiB go back at once",
         )
@@ -268,22 +292,29 @@ def _granules(pool: Pool) -> Iterator[Row]:
         )
 
 
+def _advised(pool: Pool, load: Load) -> tuple[int | None, int | None]:
+    """Both ends of the rule for ``max_num_seqs``; None: not known."""
+    least = None if load.peak is None else math.ceil(1.2 * load.peak)
+    most = None if load.mean_tokens is None else int(pool.tokens / load.mean_tokens)
+    return least, most
+
+
 def _sequences(pool: Pool, load: Load) -> Iterator[Row]:
     longest = pool.tokens // load.longest
+    least, most = _advised(pool, load)
     yield Row(
         "sequences of the longest",
         f"{longest:,}",
         f"{pool.tokens:,} tokens / {load.longest:,}",
     )
-    if load.mean_tokens is None:
+    mean = load.mean_tokens
+    if mean is None or most is None:
         yield Row("max_num_seqs", "-", "needs --mean-tokens or --trace")
         return
-    most = int(pool.tokens / load.mean_tokens)
-    source = f"capacity / mean need ({load.mean_tokens:,.0f} tokens, {load.mean_from})"
-    if load.peak is None:
+    source = f"capacity / mean need ({counted(round(mean), 'token')}, {load.mean_from})"
+    if least is None:
         yield Row("max_num_seqs, at most", f"{most:,}", source, "the rule's other end needs --peak")
         return
-    least = math.ceil(1.2 * load.peak)
     fits = f"{least:,} to {most:,}" if least <= most else f"{most:,}"
     note = "" if least <= most else f"the peak wants {least:,}: some will wait, or be preempted"
     yield Row(
@@ -293,22 +324,31 @@ def _sequences(pool: Pool, load: Load) -> Iterator[Row]:
 
 def _tables(pool: Pool, load: Load) -> Iterator[Row]:
     """Memory of tables, computed, beside the rule."""
-    sequences = load.peak or 256
+    least, most = _advised(pool, load)
+    sequences, rows_from = 256, "without --mean-tokens, --peak or --trace"
+    if most is not None:
+        sequences, rows_from = max(most, 1), "max_num_seqs, at most"
+    elif least is not None:
+        sequences, rows_from = least, "1.2 x peak"
     width = -(-load.longest // pool.block_size)
     device = sequences * width * TABLE_ENTRY
-    host = pool.num_blocks * PAGE_TABLE_ENTRY
+    blocks = max(COUNTED_TOKENS // pool.block_size, 1)
+    single = page_table_bytes(blocks)
+    huge = page_table_bytes(blocks, huge=True) * pool.num_blocks / 2**20
     share = device / pool.memory
     yield Row(
         "block tables on the device",
         f"{device / 2**20:,.1f} MiB, {share:.4%} of the blocks' memory",
-        f"{sequences} rows x {width:,} entries x {TABLE_ENTRY} bytes",
+        f"{counted(sequences, 'row')} ({rows_from}) x {counted(width, 'entry')} x "
+        f"{TABLE_ENTRY} bytes",
         "a rule says 15 %",
     )
     yield Row(
         "page table in host memory",
-        f"{host / 2**20:,.1f} MiB",
-        f"{PAGE_TABLE_ENTRY} bytes a block, all mapped singly",
-        f"a page of 512 is one entry: {host / 512 / 2**20:,.2f} MiB",
+        f"{pool.num_blocks * single / 2**20:,.1f} MiB",
+        f"{single:.3g} bytes a block of a 128k sequence, mapped singly, with the reverse map: "
+        f"{COUNTED}",
+        f"{huge:,.2f} MiB where huge pages map it" if blocks >= NODE_ENTRIES else "",
     )
 
 
@@ -382,7 +422,7 @@ def block_sizes(
                 size=size,
                 waste=unused / (mean + unused),
                 again=(size - 1) / 2 / mean if prefixes else 0.0,
-                table=(TABLE_ENTRY + PAGE_TABLE_ENTRY) / (size * token),
+                table=(TABLE_ENTRY + page_table_bytes(COUNTED_TOKENS // size)) / (size * token),
                 piece=size * token // (pool.shape.layers * (2 if pool.shape.v_head_dim else 1)),
                 entries=-(-load.longest // size),
             )

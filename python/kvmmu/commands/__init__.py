@@ -9,6 +9,7 @@ command is used: some need libraries that take longer to load than others to run
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -39,6 +40,45 @@ class _Commands(typer.core.TyperGroup):
             one.command(name=cmd_name)(found)
             found = one
         return typer.main.get_command(found)
+
+    def invoke(self, ctx: Any) -> Any:
+        """A value that an option does not take is told as any other bad input."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            from .around import BAD_INPUT, complain
+
+            complain(_told(error))
+            raise typer.Exit(BAD_INPUT) from None
+
+
+def _command(error: typer.BadParameter) -> str:
+    return "kvmmu" if error.ctx is None else error.ctx.command_path
+
+
+def _told(error: typer.BadParameter) -> str:
+    """A library's complaint about a value, as the commands say it."""
+    if error.param is None:
+        return error.format_message()
+    parameter: Any = error.param
+    flags = parameter.param_type_name == "option"
+    name = max(parameter.opts, key=len) if flags else parameter.metavar or parameter.name
+    if "Missing" in error.format_message():
+        return f"{name}: none given; {_command(error)} --help says what it is"
+    found = re.search(r"'(.*?)' is not (?:a valid|one of)", error.message)
+    given = found[1] if found else ""
+    if isinstance(error.__cause__, ValueError) and hasattr(error.__cause__, "errors"):
+        given = str(error.__cause__.errors()[0]["input"])  # pydantic's
+    choices = re.findall("'(.*?)'", error.message.partition("is not one of")[2])
+    if choices:
+        allowed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    elif "integer" in error.message:
+        allowed = "a whole number"
+    elif "number" in error.message or "float" in error.message:
+        allowed = "a number"
+    else:
+        return f"{name}: {given!r} given: {error.message}"
+    return f"{name}: {given!r} given, allowed: {allowed}"
 
 
 app = typer.Typer(

@@ -18,20 +18,29 @@ from ..advise.sizing import BlockSize, Load, Pool, Row
 from ..errors import InvalidConfig
 from ..replay import traces
 from ..replay.options import in_range
-from .around import check_writable, complain, exit_codes, show, stop_on_ctrl_c, write_json
+from .around import (
+    check_writable,
+    complain,
+    exit_codes,
+    refuse_typed,
+    show,
+    stop_on_ctrl_c,
+    write_json,
+)
 
 __all__ = ["COMMAND"]
 
 
 def advise(
+    context: typer.Context,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME|FILE",
             help="A built-in model, or a Hugging Face config.json.",
             show_default=False,
         ),
-    ],
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(help="A built-in GPU; or --memory.", show_default=False),
@@ -109,6 +118,11 @@ def advise(
 ) -> None:
     """Size a pool for a model, a GPU and a load; every number says where it comes from."""
     with exit_codes():
+        if model is None:
+            listed = ", ".join(shapes.SHAPES)
+            raise InvalidConfig(f"--model: none given, allowed: a config.json, or {listed}")
+        if trace is None:
+            refuse_typed(context, "without --trace", "with it", "limit", "speed")
         for name, value, low, high in (
             ("tensor_parallel", tensor_parallel, 1, 4096),
             ("block_size", block_size, 1, 4096),
@@ -349,9 +363,8 @@ def _table(title: str, rows: list[Row]) -> Any:
 
     table = Table(title=escape(title), title_justify="left", title_style="bold", box=None)
     table.add_column("", style="bold")
-    table.add_column("value")
-    table.add_column("from", style="dim")
-    table.add_column("")
+    for heading, style in (("value", ""), ("from", "dim"), ("", "")):
+        table.add_column(heading, style=style, overflow="fold")
     for row in rows:
         table.add_row(*(escape(text) for text in (row.what, row.value, row.source, row.note)))
     return table
@@ -383,7 +396,7 @@ def _sizes_table(sizes: list[BlockSize], chosen: BlockSize, load: Load, measured
     if load.mean_tokens is None and not measured:
         source += " of half the longest, for want of --mean-tokens or --trace"
     table.caption = (
-        f"from: waste: {source}; tables: 4 bytes on the device and 8 in the page table a block; "
+        f"from: waste: {source}; tables: 4 bytes a block on the device and the page table's; "
         "computed again: half a block of a shared prefix, of a mean sequence; piece: of one "
         "layer (NHD)"
     )
@@ -405,8 +418,8 @@ def _rules_table(verdict: paying.Verdict, rules: tuple[paying.Rule, ...]) -> Any
     table = Table(title=said, title_justify="left", title_style="bold", box=None)
     table.add_column("", style="bold")
     table.add_column("compaction")
-    table.add_column("")
-    table.add_column("from", style="dim")
+    table.add_column("", overflow="fold")
+    table.add_column("from", style="dim", overflow="fold")
     for rule in rules:
         table.add_row(rule.name, rule.verdict, escape(rule.says), rule.source)
     return table

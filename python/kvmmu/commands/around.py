@@ -34,14 +34,18 @@ __all__ = [
     "check_writable",
     "complain",
     "exit_codes",
+    "refuse_typed",
     "serve_metrics",
     "show",
     "stop_on_ctrl_c",
+    "typed",
     "write_json",
     "write_text",
 ]
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit statuses beside 0. A check has failed, too, where there was nothing to check: a replay that
+refused every request. A file of which nothing can be read is bad input."""
 
 
 class Switch(Enum):
@@ -72,6 +76,37 @@ def exit_codes() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
+def typed(context: typer.Context, option: str) -> bool:
+    """Whether an option was given, by the name of its parameter."""
+    source = context.get_parameter_source(option)  # an enum of click's, or of Typer's own
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
+def refuse_typed(context: typer.Context, where: str, allowed: str, *options: str) -> None:
+    """Refuses options that count for nothing beside others, instead of ignoring them.
+
+    Args:
+        where: they count for nothing: "with --x", "without --x".
+        options: by the names of their parameters.
+
+    Raises:
+        InvalidConfig: one of them was typed.
+    """
+    for option in options:
+        if not typed(context, option):
+            continue
+        flag = next(one for one in context.command.params if one.name == option).opts[0]
+        value = context.params.get(option)
+        if isinstance(value, Enum):
+            value = value.value
+        if isinstance(value, (list, tuple)):
+            value = ", ".join(map(str, value))
+        if isinstance(value, float):
+            value = f"{value:g}"
+        given = "given" if value is True else f"{value} given"
+        raise InvalidConfig(f"{flag}: {given} {where}, allowed: {allowed}")
+
+
 def complain(sentence: str) -> None:
     """A sentence for people, on the error output."""
     print(f"kvmmu: {sentence}", file=sys.stderr, flush=True)
@@ -81,11 +116,12 @@ def show(
     what: rich.console.RenderableType, *, as_is: bool = False, piped_width: int | None = None
 ) -> None:
     """``as_is``: text to copy, neither wrapped nor read as markup. ``piped_width``: of a table
-    that is not read on a terminal."""
+    that is not read on a terminal, where COLUMNS does not say another."""
     if sys.stdout is None:
         raise InvalidConfig("the standard output cannot be written: it is closed")
     try:
-        width = None if sys.stdout.isatty() else piped_width
+        told = os.environ.get("COLUMNS", "").isdigit()
+        width = None if told or sys.stdout.isatty() else piped_width
         console = rich.console.Console(highlight=False, width=width)
         console.print(what, soft_wrap=as_is, markup=not as_is)
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from .around import complain
+from .around import complain, typed
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["ConfigFile", "Configured"]
 
 T = TypeVar("T")
+
+_NO_DEFAULT = object()
 
 ConfigFile = Annotated[
     str | None,
@@ -60,8 +62,7 @@ class Configured:
 
     def typed(self, option: str) -> bool:
         """Whether an option was given."""
-        source = self._context.get_parameter_source(option)  # an enum of click's, or of Typer's own
-        return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+        return typed(self._context, option)
 
     def pick(self, option: str, value: T, section: str, key: str) -> T:
         """The value of an option: as typed, else the file's, else its default."""
@@ -110,7 +111,8 @@ class Configured:
         return self._config.whole(resolved)
 
     def complain_of_unused(self, command: str) -> None:
-        """Says which settings of the file this command has no use for."""
+        """Says which settings of the file this command has no use for, where they are not the
+        defaults."""
         for section, key in self._unused():
             assert self._config is not None
             place = self._config.place(section, key)
@@ -120,7 +122,12 @@ class Configured:
     def _unused(self) -> Iterator[tuple[str, str]]:
         if self._config is None:
             return
+        from ..config import Config
+
+        defaults = Config().to_dict()
         for section, settings in self._config.to_dict().items():
-            for key in settings or ():
-                if (section, key) not in self._used and self._config.says(section, key):
+            for key, value in (settings or {}).items():
+                if (section, key) in self._used or not self._config.says(section, key):
+                    continue
+                if value != (defaults[section] or {}).get(key, _NO_DEFAULT):
                     yield section, key

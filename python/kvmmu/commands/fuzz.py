@@ -19,7 +19,15 @@ import typer
 
 from ..errors import InvalidConfig
 from ..replay.options import in_range
-from .around import CHECK_FAILED, check_writable, complain, exit_codes, show, write_json
+from .around import (
+    CHECK_FAILED,
+    check_writable,
+    complain,
+    exit_codes,
+    refuse_typed,
+    show,
+    write_json,
+)
 
 __all__ = ["COMMAND"]
 
@@ -32,6 +40,7 @@ class Driver(Enum):
 
 
 def fuzz(
+    context: typer.Context,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -79,7 +88,12 @@ def fuzz(
             raise InvalidConfig(f"TARGET, --from: {given} given, allowed: one of them")
         in_range("every", every, 1, 10**9)
         in_range("seconds", seconds, 0.001, 10**7)
-        if recording is not None:
+        if recording is None:
+            refuse_typed(context, "without --from", "with it", "every")
+        else:
+            refuse_typed(
+                context, "with --from", "without it", "examples", "steps", "seed", "driver"
+            )
             _again(recording, every, seconds, json_file, quiet)
             return
         assert target is not None
@@ -144,6 +158,10 @@ def _again(file: str, every: int, seconds: float, json_file: str | None, quiet: 
         recording = recorder.read(file)
     except OSError as error:
         raise InvalidConfig(f"--from: {file} cannot be read: {error.strerror}") from None
+    if not recording.calls:
+        raise InvalidConfig(
+            f"--from: {file}: nothing was checked, for the recording has no whole frame"
+        )
     if recording.truncated is not None:
         complain(f"{file} ends within the frame at {recording.truncated}: what was there is lost")
     result = recorder.replay(recording, every=every)
@@ -174,9 +192,6 @@ def _again(file: str, every: int, seconds: float, json_file: str | None, quiet: 
     if fault is None:
         if not quiet:
             show(f"no invariant broken in {result.calls:,} calls")
-        if not result.calls:
-            complain("check failed: nothing was checked, for the recording has no whole frame")
-            raise typer.Exit(CHECK_FAILED)
         return
     show(f"{type(fault).__name__} {result.failure}\n{fault}", as_is=True)
     for note in getattr(fault, "__notes__", ()):

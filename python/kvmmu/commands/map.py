@@ -6,6 +6,8 @@ What lives here: its options and messages; finding the moment. What never lives 
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from enum import Enum
 from pathlib import Path
@@ -28,6 +30,7 @@ from .around import (
     check_writable,
     complain,
     exit_codes,
+    refuse_typed,
     show,
     stop_on_ctrl_c,
     write_text,
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMAND"]
 
+MAX_JSON = 2**28
+"""Bytes of a file that is read to say what it is instead of a snapshot."""
+REPLAYED = ("at", "blocks", "block_size", "compaction", "placement", "speed", "seed")
+"""Options of the replay: parameters of the command."""
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
@@ -50,6 +57,7 @@ class By(Enum):
 
 
 def map_(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -86,8 +94,9 @@ def map_(
         if json_file is not None:
             check_writable(json_file)
         if _is_snapshot(source):
-            if at is not None:
-                raise InvalidConfig(f"--at: {source} is a snapshot, which is of one moment")
+            refuse_typed(
+                context, "with a snapshot, which is of one moment", "with a trace", *REPLAYED
+            )
             taken = _read(source)
         else:
             options = Options(
@@ -137,7 +146,12 @@ def _replayed(source: str, options: Options, at_s: float) -> Snapshot:
     if source == "article":
         trace = samples.article(options.seed, minutes=min(max(at_s / 60, 0.01), 24 * 60))
     else:
-        trace = traces.read(source)
+        try:
+            trace = traces.read(source)
+        except traces.TraceError:
+            if _is_json(source):  # not many of them, one a line
+                _read(source)
+            raise
     moment = _Moment(at_s)
     with stop_on_ctrl_c() as stopped:
 
@@ -168,6 +182,18 @@ def _is_snapshot(source: str) -> bool:
             return b'"kvmmu_snapshot"' in file.read(100)
     except (OSError, ValueError):
         return False
+
+
+def _is_json(source: str) -> bool:
+    """Whether a file is one JSON object or list, as a snapshot is; a trace is not."""
+    try:
+        with open(source, "rb") as file:
+            if file.read(1) not in (b"{", b"[") or os.fstat(file.fileno()).st_size > MAX_JSON:
+                return False
+        json.loads(Path(source).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read(source: str) -> Snapshot:

@@ -31,6 +31,7 @@ from .around import (
     check_writable,
     complain,
     exit_codes,
+    refuse_typed,
     serve_metrics,
     show,
     stop_on_ctrl_c,
@@ -58,6 +59,15 @@ DEFINITIONS = {
     "us_a_step": "microseconds inside kvmmu, on this machine",
 }
 """Of the page's table."""
+
+
+OF_MOVES = ("budget_blocks", "guarantee", "guarantee_slack", "inject_faults")
+"""Options that count for nothing where no block is moved: parameters of the command."""
+OF_THE_LOOP = (
+    *("compaction", *OF_MOVES, "max_running", "prefill_tokens_per_s", "step_ms", "speed"),
+    *("page_orders", "hold_blocks", "page_aware"),
+)
+"""Those that count for nothing without a clock."""
 
 
 class Sample(Enum):
@@ -181,14 +191,19 @@ def replay(
     ] = False,
     sabotage: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Serve a trace of real requests in simulated time, and check every byte."""
+    """Serve a trace of real requests in simulated time, and check every byte.
+
+    Exit status 1: a check failed, or every request was refused.
+    """
     with exit_codes():
         given = Configured(context, config)
+        moves = given.pick("compaction", compaction is Switch.on, "compaction", "auto_compact")
+        _refuse_ignored(context, trace, sample, moves, one_at_a_time)
+        if not guarantee:
+            refuse_typed(context, "without --guarantee", "with it", "guarantee_slack")
         options = Options(
             **_of_the_pool(given, blocks, block_size, page_orders, sample),
-            compaction=given.pick(
-                "compaction", compaction is Switch.on, "compaction", "auto_compact"
-            ),
+            compaction=moves,
             budget_blocks=given.pick("budget_blocks", budget_blocks, "compaction", "budget_blocks"),
             guarantee=given.pick(
                 "guarantee", guarantee_slack if guarantee else None, "compaction", "guarantee"
@@ -249,6 +264,15 @@ def replay(
             show(table(figures))
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
+        if figures["refused"] and figures["refused"] == figures["requests"]:
+            first = figures["refusals"][0]
+            complain(
+                "check failed: every request was refused: "
+                f"request {first['request']} {first['reason']}"
+            )
+            if figures["options"]["verify"]:
+                complain("check failed: nothing was verified, for no request was served")
+            raise typer.Exit(CHECK_FAILED)
         if figures["options"]["verify"] and figures["requests"] and not figures["verified_tokens"]:
             complain("check failed: nothing was verified, for no request was served")
             raise typer.Exit(CHECK_FAILED)
@@ -259,6 +283,26 @@ def replay(
                 f"guarantee broken in {figures['guarantee_broken']} steps"
             )
             raise typer.Exit(CHECK_FAILED)
+
+
+def _refuse_ignored(
+    context: typer.Context,
+    trace: str | None,
+    sample: Sample | None,
+    moves: bool,
+    one_at_a_time: bool,
+) -> None:
+    """What counts for nothing beside what else was asked for."""
+    if one_at_a_time:
+        refuse_typed(context, "with --one-at-a-time", "without it", *OF_THE_LOOP)
+    if not moves:
+        refuse_typed(context, "with compaction off", "with --compaction on", *OF_MOVES)
+    if sample is None and trace is not None:
+        refuse_typed(context, f"with TRACE ({trace})", "with --sample", "rate", "minutes")
+    if sample is Sample.small:
+        refuse_typed(context, "without --sample article", "with --sample article", "minutes")
+    if sample is not None and trace is None:
+        refuse_typed(context, "with --sample", "with TRACE", "skip_bad_lines")
 
 
 def _history(file: str, one_at_a_time: bool) -> History:

@@ -25,6 +25,7 @@ from ..soak.concurrency import PROBE_HOURS, PROBES, sustained
 from ..soak.figures import MEASURES
 from ..soak.policies import chosen
 from ..soak.report import definitions, published, rates, shown, table
+from ..soak.sensitivity import POLICIES as COMPARED
 from ..soak.sensitivity import sensitivity, variants
 from ..soak.task import Task
 from ..soak.together import Soaked, alone
@@ -36,6 +37,7 @@ from .around import (
     check_writable,
     complain,
     exit_codes,
+    refuse_typed,
     serve_metrics,
     show,
     stop_on_ctrl_c,
@@ -154,6 +156,9 @@ def soak(
         if print_scenario:
             show(scenarios.text(scenario), as_is=True)
             return
+        if concurrency and sensitive:
+            raise InvalidConfig("--sensitivity: given with --concurrency, allowed: one of the two")
+        _refuse_ignored(context, concurrency=concurrency, sensitive=sensitive)
         loaded = scenarios.load(scenario)
         policies = chosen(policy or [])
         settings = None if config is None else _settings(context, config, loaded)
@@ -163,13 +168,9 @@ def soak(
         in_range("rate", rate, 0.001, 1000)
         in_range("probes", probes, 2, 20)
         in_range("processes", 1 if processes is None else processes, 1, 1024)
-        if concurrency and sensitive:
-            raise InvalidConfig("--sensitivity: given with --concurrency, allowed: one of the two")
         if json_file is not None:
             check_writable(json_file)
         if html_file is not None:
-            if concurrency or sensitive:
-                raise InvalidConfig("--html: not with --concurrency or --sensitivity")
             check_library()
             check_writable(html_file, "--html")
         read = None if trace is None else traces.read(trace)
@@ -179,7 +180,7 @@ def soak(
         tasks = [replace(first, policy=one.name, history=pictured) for one in policies]
         if settings is not None:
             tasks.append(replace(first, policy=OF_A_FILE, settings=settings, history=pictured))
-        if metrics_port is not None and (len(tasks) > 1 or concurrency or sensitive):
+        if metrics_port is not None and len(tasks) > 1:
             raise InvalidConfig("--metrics-port: with several runs, allowed: with one policy")
         with serve_metrics(metrics_port) as collector, stop_on_ctrl_c() as stopped:
             if concurrency:
@@ -190,10 +191,10 @@ def soak(
                 soaked = _policies(tasks, processes, stopped, collector, quiet=quiet)
                 results = [one.figures for one in soaked]
                 if html_file is not None:
-                    write_text(html_file, _page(loaded, soaked), "--html")
+                    write_text(html_file, _page(first, soaked), "--html")
                 stopped_early = any(one["interrupted"] for one in results)
                 figures = {"policies": results, "interrupted": stopped_early}
-                tables = _tables(scenario, loaded, results)
+                tables = _tables(scenario, first, results)
         figures = {"scenario": loaded.model_dump(mode="json"), **figures}
         if json_file is not None:
             write_json(json_file, figures)
@@ -203,6 +204,19 @@ def soak(
             raise typer.Exit(INTERRUPTED)
         if verify:
             _verified(figures, quiet=quiet)
+
+
+def _refuse_ignored(context: typer.Context, *, concurrency: bool, sensitive: bool) -> None:
+    """What counts for nothing beside the kind of run that was asked for."""
+    if concurrency:
+        refuse_typed(context, "with --concurrency, which looks for it", "without it", "rate")
+        refuse_typed(context, "with --concurrency", "without it", "html_file", "metrics_port")
+        return
+    refuse_typed(context, "without --concurrency", "with it", "probes")
+    if sensitive:
+        compared = f"with --sensitivity (of {', '.join(COMPARED)})"
+        refuse_typed(context, compared, "without it", "policy", "config")
+        refuse_typed(context, "with --sensitivity", "without it", "html_file", "metrics_port")
 
 
 def _verified(figures: dict[str, Any], *, quiet: bool) -> None:
@@ -262,18 +276,16 @@ def _policies(
         return run_soak(tasks, processes=processes, watch=lambda told: advance(told) or stopped())
 
 
-def _tables(
-    name: str, scenario: scenarios.Scenario, results: Sequence[dict[str, Any]]
-) -> list[RenderableType]:
+def _tables(name: str, first: Task, results: Sequence[dict[str, Any]]) -> list[RenderableType]:
     beside = published(name)
     return [
-        table(scenario, results),
+        table(first.scenario, results, hours=first.simulated_s / 3600),
         *([] if beside is None else [beside]),
         "What the rows and policies mean: kvmmu soak --definitions. All of it is simulated.",
     ]
 
 
-def _page(scenario: scenarios.Scenario, soaked: Sequence[Soaked]) -> str:
+def _page(task: Task, soaked: Sequence[Soaked]) -> str:
     meanings = {measure.label.strip(): measure.meaning for measure in MEASURES}
     runs = [
         Run(
@@ -287,9 +299,9 @@ def _page(scenario: scenarios.Scenario, soaked: Sequence[Soaked]) -> str:
         )
         for one in soaked
     ]
-    first = soaked[0].figures
-    about = f"{scenario.about} {first['simulated_s'] / 3600:.2f} hours, seed {first['seed']}."
-    return page(scenario.title, runs, about=about)
+    stopped = ", interrupted" * any(one.figures["interrupted"] for one in soaked)
+    about = f"{task.scenario.about} {task.simulated_s / 3600:g} hours{stopped}, seed {task.seed}."
+    return page(task.scenario.title, runs, about=about)
 
 
 def _concurrency(
@@ -312,7 +324,7 @@ def _concurrency(
         "concurrency": [{**asdict(one), "concurrency": one.concurrency} for one in found],
         "interrupted": stopped(),
     }
-    return figures, [rates(tasks[0].scenario, found)]
+    return figures, [rates(tasks[0].scenario, found, interrupted=stopped())]
 
 
 def _sensitivity(
@@ -346,7 +358,7 @@ def _progress(
     bars = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.completed:.2f} of {task.total:.2f} h"),
+        rich.progress.TextColumn("{task.completed:.3f} of {task.total:g} h"),
         rich.progress.TimeElapsedColumn(),
         console=console,
         transient=True,

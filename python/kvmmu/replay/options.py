@@ -166,7 +166,7 @@ class Options:
             in_range("guarantee_slack", self.guarantee, 0, MAX_BLOCKS)
             if self.placement != "address":
                 raise InvalidConfig(
-                    f"--guarantee: {self.guarantee} given with --placement {self.placement}, "
+                    f"--guarantee: given with --placement {self.placement}, "
                     "allowed: with --placement address"
                 )
         if 0 not in self.page_orders or not all(0 <= order <= 9 for order in self.page_orders):

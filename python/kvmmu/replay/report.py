@@ -200,6 +200,9 @@ def table(figures: dict[str, Any]) -> RenderableType:
                 note = "of those that no other sequence has a part of"
                 line("", f"{f['huge_cover_separable']:.3f}", note)
             line("promotions", f"{f['promotions']:,}", f"{f['splits']:,} splits")
+            if 9 in o["page_orders"]:
+                note = "regions of 512 blocks that got no huge page"
+                line("huge pages missed", f"{f['huge_missed']:,}", note)
         if o["hold_blocks"]:
             line("holds", f"{f['holds_made']:,}", f"made, {f['holds_broken']:,} broken for others")
         for length, runs in f["runs_at_end"].items():

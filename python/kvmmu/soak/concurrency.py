@@ -6,7 +6,8 @@ What lives here: :func:`sustained`, a bisection over the rate. What never lives 
 *Sustained* is the largest rate, times that of the scenario, at which fewer than 0.5 % of the long
 requests (more than 100,000 tokens; of all requests, where a scenario has none) time out within the
 probe; *concurrency* is the mean number of running requests there. The share is taken to fall with
-the rate. What is returned is an interval: the largest rate that held, the smallest that did not.
+the rate. What is returned is an interval: the largest rate that held, the smallest that did not (or
+nothing, where each held).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class Sustained:
     Attributes:
         policy: its name.
         holds: largest rate that was sustained, times the scenario's; 0: none that was tried.
-        fails: smallest that was not.
+        fails: smallest that was not; None: each that was tried held.
         figures: of the run at ``holds``; None where there is none.
         probes: (rate, share of time-outs) of every run, in their order.
     """
 
     policy: str
     holds: float
-    fails: float
+    fails: float | None
     figures: dict[str, Any] | None
     probes: tuple[tuple[float, float], ...]
 
@@ -55,7 +56,8 @@ class _Search:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._holds, self._fails = 0.0, HIGHEST
+        self._holds = 0.0
+        self._fails: float | None = None
         self._figures: dict[str, Any] | None = None
         self._probes: list[tuple[float, float]] = []
         self._rate = 1.0
@@ -71,10 +73,10 @@ class _Search:
             self._holds, self._figures = self._rate, figures
         else:
             self._fails = self._rate
-        if self._holds == 0.0:
-            self._rate = max(self._fails / 2, LOWEST)
-        elif self._fails == HIGHEST:
+        if self._fails is None:
             self._rate = min(self._holds * 1.25, HIGHEST)
+        elif self._holds == 0.0:
+            self._rate = max(self._fails / 2, LOWEST)
         else:
             self._rate = (self._holds + self._fails) / 2
 

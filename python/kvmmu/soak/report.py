@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .columns import Columns
 from .concurrency import Sustained
 from .figures import MEASURES, Measure
 from .policies import POLICIES
@@ -17,7 +18,7 @@ from .scenario import Scenario
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ARTICLES", "definitions", "published", "rates", "shown", "table"]
+__all__ = ["ARTICLES", "definitions", "heading", "published", "rates", "shown", "table"]
 
 ARTICLES = {
     "article-128k": (
@@ -53,28 +54,35 @@ def shown(measure: Measure, value: Any) -> str:
     return "-" if value is None else format(value * measure.scale, measure.form)
 
 
-def table(scenario: Scenario, results: Sequence[dict[str, Any]]) -> RenderableType:
-    """One column a policy, one row a measure. Needs rich."""
-    from rich.table import Table
-
-    first = results[0]
-    hours = first["simulated_s"] / 3600
-    grid = Table(
-        title=f"{scenario.title}: {hours:.2f} h, seed {first['seed']}",
-        title_style="bold",
-        title_justify="left",
-        padding=(0, 1),
-    )
-    grid.add_column("")
-    for result in results:
-        grid.add_column(result["policy"], justify="right", overflow="fold")
+def table(scenario: Scenario, results: Sequence[dict[str, Any]], *, hours: float) -> RenderableType:
+    """One column a policy, one row a measure, in as many tables as the page is too narrow for one.
+    ``hours``: simulated time that was asked for. Needs rich."""
+    rows: list[tuple[str, list[str]]] = []
+    stopped = any(result["interrupted"] for result in results)
+    if stopped:
+        reached = [f"{result['simulated_s'] / 3600:.3g}" for result in results]
+        rows.append(("simulated h", reached))
     for measure in MEASURES:
         values = [result[measure.name] for result in results]
         known = [value for value in values if value is not None]
         if not known or (measure.name in _RARE and not any(known)):
             continue
-        grid.add_row(measure.label, *(shown(measure, value) for value in values))
-    return grid
+        rows.append((measure.label, [shown(measure, value) for value in values]))
+    return Columns(
+        heading(f"{scenario.title}: {hours:g} h, seed {results[0]['seed']}", stopped),
+        ("",),
+        [
+            (result["policy"], [figures[number] for _, figures in rows])
+            for number, result in enumerate(results)
+        ],
+        [(label,) for label, _ in rows],
+        padding=(0, 1),
+    )
+
+
+def heading(text: str, interrupted: bool) -> str:
+    """A table's title, of a run that ended or that was stopped."""
+    return f"{text} (interrupted)" if interrupted else text
 
 
 _RARE = {"restarts", "continued", "dropped", "returned", "returnable_low", "hit_rate"}
@@ -113,25 +121,28 @@ def published(name: str) -> RenderableType | None:
     return Group(*parts)
 
 
-def rates(scenario: Scenario, found: Sequence[Sustained]) -> RenderableType:
+def rates(
+    scenario: Scenario, found: Sequence[Sustained], *, interrupted: bool = False
+) -> RenderableType:
     """What each policy sustains."""
     from rich.table import Table
 
     grid = Table(
-        title=f"{scenario.title}: sustained",
+        title=heading(f"{scenario.title}: sustained", interrupted),
         title_style="bold",
         title_justify="left",
         padding=(0, 1),
     )
-    grid.add_column("policy")
-    for title in ("holds", "fails", "running there", "probes: rate (timeouts)"):
-        grid.add_column(title, justify="right")
+    grid.add_column("policy", no_wrap=True)
+    for title in ("holds", "fails", "running there"):
+        grid.add_column(title, justify="right", no_wrap=True)
+    grid.add_column("probes: rate (timeouts)", justify="right")
     for one in found:
         grid.add_row(
             one.policy,
             f"{one.holds:.3f}",
-            f"{one.fails:.3f}",
+            "-" if one.fails is None else f"{one.fails:.3f}",
             f"{one.concurrency:.1f}",
-            " ".join(f"{rate:.3f} ({share:.2%})" for rate, share in one.probes),
+            " ".join(f"{rate:.3f}({share:.2%})" for rate, share in one.probes),
         )
     return grid

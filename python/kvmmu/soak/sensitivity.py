@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from .columns import Columns
 from .figures import MEASURES
 from .scenario import Scenario
 from .task import Task
@@ -31,16 +33,17 @@ STEPS_MS = (10, 30, 100)
 PREFILL = (20_000, 200_000)
 BUDGETS = (4, 8, 16, 32, 64)
 TRIGGERS = (0.0, 0.65, 0.8, 0.9)
-COLUMNS = (
-    "running_mean",
-    "pool_used",
-    "timeouts_long",
-    "huge_cover",
-    "free_windows",
-    "runs_long",
-    "runs_all",
-    "moves_per_step",
-)
+COLUMNS = {
+    "running_mean": "at\nonce",
+    "pool_used": "in\nuse %",
+    "timeouts_long": "long\nleft %",
+    "huge_cover": "huge\ncover",
+    "free_windows": "free\nwin-\ndows",
+    "runs_long": "runs\n128k",
+    "runs_all": "runs\nall",
+    "moves_per_step": "moves\na step",
+}
+"""Measures, and their heads: as narrow as their figures, so that 80 columns hold all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def _variants(task: Task) -> Iterator[Variant]:
         scenario = task.scenario.model_copy(update={"server": server})
         for policy in POLICIES:
             varied = replace(task, policy=policy, scenario=scenario)
-            yield Variant("prefill", f"{tokens_per_s:,} tokens/s", varied)
+            yield Variant("prefill", f"{tokens_per_s:,}/s", varied)
     for budget in BUDGETS:
         yield Variant(
             "budget", f"{budget}", replace(task, policy="compaction", budget_blocks=budget)
@@ -110,28 +113,29 @@ def _long_share(scenario: Scenario, share: float) -> tuple[Scenario, float] | No
 
 def sensitivity(planned: Sequence[Variant], results: Sequence[dict[str, Any]]) -> RenderableType:
     """The table: one row a run."""
-    from rich.table import Table
+    from .report import heading, shown
 
-    from .report import shown
-
-    measures = [measure for name in COLUMNS for measure in MEASURES if measure.name == name]
-    scenario = planned[0].task.scenario
-    grid = Table(
-        title=f"{scenario.title}: one thing varied at a time, "
-        f"{results[0]['simulated_s'] / 3600:.2f} h",
-        title_style="bold",
-        title_justify="left",
+    task = planned[0].task
+    stopped = any(result["interrupted"] for result in results)
+    measures = {measure.name: measure for measure in MEASURES}
+    return Columns(
+        heading(
+            f"{task.scenario.title}: one thing varied at a time, {task.simulated_s / 3600:g} h",
+            stopped,
+        ),
+        ("varied", "policy"),
+        [
+            (head, [shown(measures[name], result[name]) for result in results])
+            for name, head in COLUMNS.items()
+        ],
+        [(f"{one.what} {one.value}", one.task.policy) for one in planned],
+        sections=[
+            number
+            for number, (one, following) in enumerate(pairwise(planned))
+            if one.what != following.what
+        ],
+        box=None,
         padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
     )
-    for title in ("varied", "", "policy"):
-        grid.add_column(title)
-    for measure in measures:
-        grid.add_column(measure.label.strip(), justify="right")
-    before = None
-    for one, result in zip(planned, results, strict=True):
-        if before not in (None, one.what):
-            grid.add_section()
-        before = one.what
-        values = (shown(measure, result[measure.name]) for measure in measures)
-        grid.add_row(one.what, one.value, one.task.policy, *values)
-    return grid
