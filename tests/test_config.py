@@ -367,8 +367,10 @@ def accepted(field: Any, value: Any) -> bool:
 
     try:
         # Of a setting that may be null the limits stand inside of its annotation.
-        limited = Annotated[field.annotation, *field.metadata] if field.metadata else None
-        TypeAdapter(limited or field.annotation).validate_python(value, strict=True)
+        limited: Any = field.annotation
+        if field.metadata:
+            limited = Annotated[field.annotation, *field.metadata]
+        TypeAdapter(limited).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -303,7 +304,7 @@ def test_a_number_that_nobody_has_is_refused_whatever_it_is(number: Any) -> None
     step = mmu.begin_step()
     before = mmu.states()
     tokens, blocks = ints(1), longs(0)
-    calls = {
+    calls: dict[str, list[Callable[[], object]]] = {
         "sequence": [
             lambda: mmu.append(number, tokens),
             lambda: mmu.fork(number),
@@ -331,9 +332,9 @@ def test_a_number_that_nobody_has_is_refused_whatever_it_is(number: Any) -> None
         for call in all_of_it:
             with pytest.raises(InvalidConfig, match=f"^{name} = "):
                 call()
-    for call in (mmu.written, mmu.cancel, mmu.end_step, mmu.end_lease):
+    for verb in (mmu.written, mmu.cancel, mmu.end_step, mmu.end_lease):
         with pytest.raises(InvalidConfig, match="from 0"):
-            call(-1)
+            verb(-1)
     mmu.end_step(step)
     assert mmu.states() == before
     mmu.validate()
