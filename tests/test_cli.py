@@ -461,3 +461,37 @@ def test_a_verification_that_read_nothing_is_no_success() -> None:
     done = kvmmu("replay", "--sample", "--blocks", "5", "--limit", "3", "--verify", "--quiet")
     assert done.returncode == 1
     assert "nothing was verified" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["replay", "--sample", "--json", "{file}", "--html", "{file}"],
+        ["soak", "shift", "--hours", "0.01", "--json", "{file}", "--html", "{link}"],
+        ["advise", "--model", "qwen3-8b", "--gpu", "l40s", "--json", "{file}",
+         "--write-config", "{file}"],
+    ],
+)  # fmt: skip
+def test_two_files_that_are_one_are_refused_before_the_run(
+    command: list[str], tmp_path: Path
+) -> None:
+    file, link = tmp_path / "out", tmp_path / "link"
+    link.symlink_to(file)
+    done = kvmmu(*(word.format(file=file, link=link) for word in command))
+    assert done.returncode == 2
+    assert "allowed: another" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert not done.stdout
+    assert not file.exists()
+
+
+def test_a_file_that_cannot_be_written_costs_neither_the_table_nor_the_others(
+    tmp_path: Path,
+) -> None:
+    html = tmp_path / "page.html"
+    asked = ["--sample", "--limit", "20", "--json", "/dev/full", "--html", html]
+    done = kvmmu("replay", *asked)
+    assert done.returncode == 2
+    assert "--json: /dev/full cannot be written: No space left" in done.stderr
+    assert "finished" in done.stdout
+    assert html.stat().st_size > 100_000

@@ -7,7 +7,6 @@ What lives here: its options and tables. What never lives here: the arithmetic (
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,13 +18,13 @@ from ..errors import InvalidConfig
 from ..replay import traces
 from ..replay.options import in_range
 from .around import (
-    check_writable,
+    Files,
+    as_json,
     complain,
     exit_codes,
     refuse_typed,
     show,
     stop_on_ctrl_c,
-    write_json,
 )
 
 __all__ = ["COMMAND"]
@@ -138,9 +137,7 @@ def advise(
         ):
             if value is not None:
                 in_range(name, value, low, high)
-        for file, option in ((json_file, "--json"), (write_config, "--write-config")):
-            if file is not None:
-                check_writable(file, option)
+        files = Files(json_file=json_file, write_config=write_config)
         shape = _shape(model, kv_dtype)
         pool = sizing.pool_of(
             shape,
@@ -176,7 +173,7 @@ def advise(
                     read, pool.num_blocks, block_size, watch=lambda totals: stopped()
                 )
             load, situation = _with_trace(load, situation, seen, compared, pool, read.name)
-        _tell(pool, load, situation, seen, compared, json_file, write_config)
+        _tell(pool, load, situation, seen, compared, files)
 
 
 def _shape(model: str, kv_dtype: str | None) -> shapes.Shape:
@@ -244,8 +241,7 @@ def _tell(
     situation: paying.Situation,
     seen: Seen | None,
     compared: Compared | None,
-    json_file: str | None,
-    write_config: str | None,
+    files: Files,
 ) -> None:
     lengths = None if seen is None else seen.lengths.tolist()
     prefixes = True if seen is None else situation.prefixes
@@ -253,41 +249,40 @@ def _tell(
     chosen = sizing.best(sizes)
     verdict, rules = paying.judge(situation)
     rows = [*sizing.rows(pool, load), *_of_the_trace(seen, compared, situation)]
-    if json_file is not None:
-        figures: dict[str, Any] = {
-            "model": asdict(pool.shape),
-            "gpu": asdict(pool.gpu),
-            "num_blocks": pool.num_blocks,
-            "block_bytes": pool.block_bytes,
-            "block_size": chosen.size,
-            "rows": [asdict(row) for row in rows],
-            "block_sizes": [{**asdict(size), "cost": size.cost} for size in sizes],
-            "situation": asdict(situation),
-            "compaction": {
-                "verdict": verdict,
-                "rules": [
-                    {name: getattr(rule, name) for name in ("name", "verdict", "says", "source")}
-                    for rule in rules
-                ],
+    figures: dict[str, Any] = {
+        "model": asdict(pool.shape),
+        "gpu": asdict(pool.gpu),
+        "num_blocks": pool.num_blocks,
+        "block_bytes": pool.block_bytes,
+        "block_size": chosen.size,
+        "rows": [asdict(row) for row in rows],
+        "block_sizes": [{**asdict(size), "cost": size.cost} for size in sizes],
+        "situation": asdict(situation),
+        "compaction": {
+            "verdict": verdict,
+            "rules": [
+                {name: getattr(rule, name) for name in ("name", "verdict", "says", "source")}
+                for rule in rules
+            ],
+        },
+        "pages": None
+        if compared is None
+        else {
+            **asdict(compared.policy),
+            "better": compared.better,
+            "why": compared.why,
+            "entries_a_block": {
+                "default": fitting.entries_a_block(compared.default),
+                "fitted": fitting.entries_a_block(compared.fitted),
             },
-            "pages": None
-            if compared is None
-            else {
-                **asdict(compared.policy),
-                "better": compared.better,
-                "why": compared.why,
-                "entries_a_block": {
-                    "default": fitting.entries_a_block(compared.default),
-                    "fitted": fitting.entries_a_block(compared.fitted),
-                },
-            },
-        }
-        write_json(json_file, figures)
-    if write_config is not None:
-        _write(write_config, pool, load, compared, verdict)
+        },
+    }
+    files.write("json_file", lambda: as_json(figures))
+    files.write("write_config", lambda: _settings(pool, load, compared, verdict))
     show(_table(f"{pool.shape.name} on {pool.ranks} x {pool.gpu.name}", rows))
     show(_sizes_table(sizes, chosen, load, lengths is not None))
     show(_rules_table(verdict, rules))
+    files.tell()
     if compared is not None and compared.default["interrupted"]:
         complain("the replay was stopped: what it says is of its beginning")
 
@@ -318,9 +313,8 @@ def _of_the_trace(
     ]
 
 
-def _write(
-    file: str, pool: Pool, load: Load, compared: Compared | None, verdict: paying.Verdict
-) -> None:
+def _settings(pool: Pool, load: Load, compared: Compared | None, verdict: paying.Verdict) -> str:
+    """A file of settings, as text."""
     from ..config import Config
 
     shape = pool.shape
@@ -350,11 +344,7 @@ def _write(
             "kvcache": {"device": "cuda"},  # the pool is as large as the GPU's memory
         }
     )
-    try:
-        Path(file).write_text(config.to_yaml(), encoding="utf-8")
-    except OSError as error:
-        text = f"--write-config: {file} cannot be written: {error.strerror}"
-        raise InvalidConfig(text) from None
+    return config.to_yaml()
 
 
 def _table(title: str, rows: list[Row]) -> Any:

@@ -30,7 +30,9 @@ __all__ = [
     "BAD_INPUT",
     "CHECK_FAILED",
     "INTERRUPTED",
+    "Files",
     "Switch",
+    "as_json",
     "check_writable",
     "complain",
     "exit_codes",
@@ -131,21 +133,70 @@ def show(
 
 def check_writable(file: str, option: str = "--json") -> None:
     """Says before the run what would go wrong after it; leaves no file behind."""
-    existed = os.path.lexists(file)
     try:
+        path = os.path.realpath(file)  # a link may name a file that is not there yet
+        existed = os.path.lexists(path)
         with open(file, "a", encoding="utf-8"):
             pass
         if not existed:
-            os.unlink(file)
+            os.unlink(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidConfig(f"{option}: {file} cannot be written: {reason}") from None
 
 
+class Files:
+    """What a command writes beside what it shows: tried before the run, written after it. One that
+    cannot be written then costs neither the others nor the table, and is told at the end."""
+
+    def __init__(self, **files: str | None) -> None:
+        """``files``: by the names of the options' parameters; None: not asked for.
+
+        Raises:
+            InvalidConfig: one cannot be written, or two are the same file.
+        """
+        self._files = {name: file for name, file in files.items() if file is not None}
+        self._faults: list[InvalidConfig] = []
+        seen: dict[str, str] = {}
+        for name, file in self._files.items():
+            check_writable(file, _flag(name))
+            path = os.path.realpath(file)
+            if path in seen and (os.path.isfile(path) or not os.path.exists(path)):
+                raise InvalidConfig(
+                    f"{_flag(name)}: {file} given, which is that of {_flag(seen[path])}, "
+                    "allowed: another"
+                )
+            seen[path] = name
+
+    def write(self, name: str, text: Callable[[], str]) -> None:
+        """Writes one, if it was asked for; ``text`` is called then."""
+        file = self._files.get(name)
+        if file is None:
+            return
+        try:
+            write_text(file, text(), _flag(name))
+        except InvalidConfig as error:
+            self._faults.append(error)
+
+    def tell(self) -> None:
+        """Raises InvalidConfig if one could not be written."""
+        if self._faults:
+            raise self._faults[0]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.removesuffix('_file').replace('_', '-')}"
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """What a command found, as the text of a file."""
+    return json.dumps(figures, indent=2) + "\n"
+
+
 def write_json(file: str, figures: dict[str, Any]) -> None:
     """What a command found, to a file."""
     try:
-        Path(file).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        Path(file).write_text(as_json(figures), encoding="utf-8")
     except OSError as error:
         raise InvalidConfig(f"--json: {file} cannot be written: {error.strerror}") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any
 
@@ -27,16 +28,15 @@ from ..replay.run import replay as run_replay
 from .around import (
     CHECK_FAILED,
     INTERRUPTED,
+    Files,
     Switch,
-    check_writable,
+    as_json,
     complain,
     exit_codes,
     refuse_typed,
     serve_metrics,
     show,
     stop_on_ctrl_c,
-    write_json,
-    write_text,
 )
 from .configured import ConfigFile, Configured
 
@@ -231,9 +231,8 @@ def replay(
         if rate is not None:
             in_range("rate", rate, 0.001, 1000)
         in_range("minutes", minutes, 0.01, 24 * 60)
-        if json_file is not None:
-            check_writable(json_file)
-        history = None if html_file is None else _history(html_file, one_at_a_time)
+        history = None if html_file is None else _history(one_at_a_time)
+        files = Files(json_file=json_file, html_file=html_file)
         requests = _requests(trace, sample, seed, rate, minutes, limit, skip_bad_lines)
         with (
             serve_metrics(metrics_port) as collector,
@@ -253,15 +252,15 @@ def replay(
                 onlooker=history,
                 collector=collector,
             )
-        if json_file is not None:
-            write_json(json_file, figures)
-        if html_file is not None and history is not None:
+        files.write("json_file", lambda: as_json(figures))
+        if history is not None:
             named = trace or (
                 "the small sample" if sample is Sample.small else "the sample 'article'"
             )
-            write_text(html_file, _page(named, figures, history), "--html")
+            files.write("html_file", partial(_page, named, figures, history))
         if not quiet:
             show(table(figures))
+        files.tell()
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
         if figures["refused"] and figures["refused"] == figures["requests"]:
@@ -305,14 +304,13 @@ def _refuse_ignored(
         refuse_typed(context, "with --sample", "with TRACE", "skip_bad_lines")
 
 
-def _history(file: str, one_at_a_time: bool) -> History:
+def _history(one_at_a_time: bool) -> History:
     """Says before the run what would keep the page from being written after it."""
     if one_at_a_time:
         raise InvalidConfig(
             "--html: not with --one-at-a-time, which has no clock to show memory along"
         )
     check_library()
-    check_writable(file, "--html")
     return History()
 
 

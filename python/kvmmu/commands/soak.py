@@ -34,15 +34,14 @@ from ..soak.workload import requests
 from .around import (
     CHECK_FAILED,
     INTERRUPTED,
-    check_writable,
+    Files,
+    as_json,
     complain,
     exit_codes,
     refuse_typed,
     serve_metrics,
     show,
     stop_on_ctrl_c,
-    write_json,
-    write_text,
 )
 from .configured import Configured
 
@@ -168,11 +167,9 @@ def soak(
         in_range("rate", rate, 0.001, 1000)
         in_range("probes", probes, 2, 20)
         in_range("processes", 1 if processes is None else processes, 1, 1024)
-        if json_file is not None:
-            check_writable(json_file)
         if html_file is not None:
             check_library()
-            check_writable(html_file, "--html")
+        files = Files(json_file=json_file, html_file=html_file)
         read = None if trace is None else traces.read(trace)
         first = Task(loaded, policies[0].name, seed, hours, rate, read, verify)
         requests(loaded, seed, trace=read, rate=rate)  # says what is missing before anything runs
@@ -190,16 +187,15 @@ def soak(
             else:
                 soaked = _policies(tasks, processes, stopped, collector, quiet=quiet)
                 results = [one.figures for one in soaked]
-                if html_file is not None:
-                    write_text(html_file, _page(first, soaked), "--html")
+                files.write("html_file", lambda: _page(first, soaked))
                 stopped_early = any(one["interrupted"] for one in results)
                 figures = {"policies": results, "interrupted": stopped_early}
                 tables = _tables(scenario, first, results)
         figures = {"scenario": loaded.model_dump(mode="json"), **figures}
-        if json_file is not None:
-            write_json(json_file, figures)
+        files.write("json_file", lambda: as_json(figures))
         for shown_below in () if quiet else tables:  # last: a run of hours must not be lost to it
             show(shown_below)
+        files.tell()
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
         if verify:
