@@ -489,7 +489,7 @@ def test_a_file_that_cannot_be_written_costs_neither_the_table_nor_the_others(
     tmp_path: Path,
 ) -> None:
     html = tmp_path / "page.html"
-    asked = ["--sample", "--limit", "20", "--json", "/dev/full", "--html", html]
+    asked: list[str | Path] = ["--sample", "--limit", "20", "--json", "/dev/full", "--html", html]
     done = kvmmu("replay", *asked)
     assert done.returncode == 2
     assert "--json: /dev/full cannot be written: No space left" in done.stderr
