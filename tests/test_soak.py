@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvmmu.replay.chains import Chains
 from kvmmu.replay.queue import CAUSES, Queue
 from kvmmu.replay.tokens import Tokens
 from kvmmu.soak import scenario as scenarios
+from kvmmu.soak import together
 from kvmmu.soak.concurrency import sustained
 from kvmmu.soak.figures import MEASURES
 from kvmmu.soak.policies import POLICIES, Chosen
@@ -776,6 +778,19 @@ def test_ctrl_c_while_the_processes_begin_exits_130_too() -> None:
     _, complained = running.communicate(timeout=120)
     assert running.returncode == 130, complained
     assert "Traceback" not in complained
+
+
+def test_a_run_that_was_stopped_before_it_began_draws_no_hours_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = [0.0]
+    monkeypatch.setattr(together, "_told", told, raising=False)
+    monkeypatch.setattr(together, "_stopping", SimpleNamespace(value=1), raising=False)
+    figures = together._one(0, Task(scenarios.load("article-128k"), "plain", hours=12.0)).figures
+    assert figures["interrupted"]
+    assert figures["simulated_s"] <= 36
+    assert figures["requests"] < 1000
+    assert told == [12 * 3600.0]
 
 
 def test_no_process_is_left_when_the_first_is_killed() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Soaked", "alone", "soak"]
 
 POLL_S = 0.2
+STOPPED_S = 36.0
+"""Simulated time of a run that was stopped before it began: its figures are of nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,11 @@ def _one(number: int, task: Task) -> Soaked:
         _told[number] = simulated_s
         return bool(_stopping.value)
 
+    asked_s = task.simulated_s
+    if _stopping.value:  # before it began: drawing the requests of hours would take its time
+        task = replace(task, hours=min(asked_s, STOPPED_S) / 3600)
     soaked = alone(task, watch)
-    _told[number] = task.simulated_s
+    _told[number] = asked_s
     return soaked
 
 
