@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -408,6 +409,27 @@ def test_ctrl_c_prints_the_table_so_far_and_exits_130(tmp_path: Path) -> None:
     assert "(interrupted)" in out
     assert "requests" in out
     assert json.loads((tmp_path / "r.json").read_text())["interrupted"] is True
+
+
+def test_ctrl_c_while_a_benchmark_warms_the_cores_is_heard_once() -> None:
+    """A terminal sends it to every process."""
+    running = subprocess.Popen(
+        [*COMMAND, "bench", "step"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    until = time.monotonic() + 60
+    while len(children.read_text().split()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.killpg(running.pid, signal.SIGINT)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 130, error
+    assert "Traceback" not in error
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal_only() -> None:

@@ -8,6 +8,7 @@ only a checkout can measure (``benches/``).
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import statistics
 import sys
 import time
@@ -166,7 +167,8 @@ def _loop(start_at: float) -> int:
 
 def warm_cores(warm_up: float = 3.0) -> float:
     """Keeps two cores busy, then says how much more two private loops do than one (at best 2)."""
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    unheard = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's business
+    with multiprocessing.get_context("fork").Pool(2, signal.signal, unheard) as pool:
         pool.map(_spin, [time.perf_counter() + warm_up] * 2, chunksize=1)
         alone = max(pool.map(_loop, [time.perf_counter()], chunksize=1) for _ in range(3))[0]
         both = max(
