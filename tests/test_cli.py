@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -419,6 +420,8 @@ def test_ctrl_c_while_a_benchmark_warms_the_cores_is_heard_once() -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Whatever runs the tests in the background has it ignored, and that is inherited.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
     until = time.monotonic() + 60
