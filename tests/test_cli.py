@@ -10,13 +10,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from kvmmu import cli
 from kvmmu.commands.around import show
+
+from .ctrl_c import press
 
 FIELDS = {
     "requests", "finished", "refused", "preempted", "prefix_hit_rate", "prefix_hit_rate_listed",
@@ -414,24 +414,8 @@ def test_ctrl_c_prints_the_table_so_far_and_exits_130(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_a_benchmark_warms_the_cores_is_heard_once() -> None:
     """A terminal sends it to every process."""
-    running = subprocess.Popen(
-        [*COMMAND, "bench", "step"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Whatever runs the tests in the background has it ignored, and that is inherited.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-    until = time.monotonic() + 60
-    while len(children.read_text().split()) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    time.sleep(0.3)
-    os.killpg(running.pid, signal.SIGINT)
-    _, error = running.communicate(timeout=60)
-    assert running.returncode == 130, error
+    status, error = press([*COMMAND, "bench", "step"], children=2)
+    assert status == 130, error
     assert "Traceback" not in error
 
 

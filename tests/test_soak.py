@@ -35,6 +35,8 @@ from kvmmu.soak.together import Soaked, alone, soak
 from kvmmu.soak.workload import requests
 from rich.console import Console
 
+from .ctrl_c import press
+
 SECONDS = 40
 MIX: dict[str, Any] = {
     "title": "a small mix",
@@ -763,20 +765,12 @@ def test_ctrl_c_prints_what_there_is_and_exits_130(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_the_processes_begin_exits_130_too() -> None:
     """A terminal sends it to all of them; those that were importing died of it."""
-    running = subprocess.Popen(
+    status, complained = press(
         [*COMMAND, "shift", "--hours", "0.1", "--policy", "plain", "--policy", "strict",
          "--processes", "2"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        children=3,  # two, and the one that tracks their memory
     )  # fmt: skip
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-    until = time.monotonic() + 60
-    while len(children.read_text().split()) < 3:  # two, and the one that tracks their memory
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    time.sleep(0.3)
-    os.killpg(running.pid, signal.SIGINT)
-    _, complained = running.communicate(timeout=120)
-    assert running.returncode == 130, complained
+    assert status == 130, complained
     assert "Traceback" not in complained
 
 

@@ -188,17 +188,14 @@ def _flag(name: str) -> str:
     return f"--{name.removesuffix('_file').replace('_', '-')}"
 
 
-def as_json(figures: dict[str, Any]) -> str:
+def as_json(found: Any) -> str:
     """What a command found, as the text of a file."""
-    return json.dumps(figures, indent=2) + "\n"
+    return json.dumps(found, indent=2) + "\n"
 
 
-def write_json(file: str, figures: dict[str, Any]) -> None:
+def write_json(file: str, found: Any) -> None:
     """What a command found, to a file."""
-    try:
-        Path(file).write_text(as_json(figures), encoding="utf-8")
-    except OSError as error:
-        raise InvalidConfig(f"--json: {file} cannot be written: {error.strerror}") from None
+    write_text(file, as_json(found), "--json")
 
 
 def write_text(file: str, text: str, option: str) -> None:

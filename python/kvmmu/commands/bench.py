@@ -5,7 +5,6 @@ What lives here: its options. What never lives here: measuring (see :mod:`kvmmu.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from .. import bench as benches
 from ..bench.harness import Bench, Row, warm_cores
 from ..bench.report import remarks, table
 from ..errors import InvalidConfig
-from .around import check_writable, exit_codes, show
+from .around import check_writable, exit_codes, show, write_json
 
 __all__ = ["COMMAND"]
 
@@ -59,12 +58,7 @@ def bench(
             print(f"{name} ...", file=sys.stderr, flush=True)
             rows.extend(benches.rows(name, run))
         if json_file is not None:
-            lines = [row.as_json(None) for row in rows]
-            try:
-                Path(json_file).write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
-            except OSError as error:
-                text = f"--json: {json_file} cannot be written: {error.strerror}"
-                raise InvalidConfig(text) from None
+            write_json(json_file, [row.as_json(None) for row in rows])
         show(table(rows, run), piped_width=150)
         for remark in remarks(rows, run):
             show(remark, as_is=True)

@@ -263,17 +263,17 @@ def replay(
         files.tell()
         if figures["interrupted"]:
             raise typer.Exit(INTERRUPTED)
-        if figures["refused"] and figures["refused"] == figures["requests"]:
+        refused_all = 0 < figures["refused"] == figures["requests"]
+        if refused_all:
             first = figures["refusals"][0]
             complain(
                 "check failed: every request was refused: "
                 f"request {first['request']} {first['reason']}"
             )
-            if figures["options"]["verify"]:
-                complain("check failed: nothing was verified, for no request was served")
-            raise typer.Exit(CHECK_FAILED)
         if figures["options"]["verify"] and figures["requests"] and not figures["verified_tokens"]:
             complain("check failed: nothing was verified, for no request was served")
+            raise typer.Exit(CHECK_FAILED)
+        if refused_all:
             raise typer.Exit(CHECK_FAILED)
         if figures["mismatches"] or figures["wasted_blocks"] or figures["guarantee_broken"]:
             complain(
